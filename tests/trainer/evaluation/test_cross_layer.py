@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.extractions import CPU, extraction_job, run
-from support.layered_rows import LAYERS, D, write_layers
+from support.layered_rows import LAYERS, D, write_layers, write_two_steps
 from support.saes import peer
 from support.tiny_models import D_IN, make_model, sentences
 from torch import Tensor
@@ -165,6 +165,26 @@ def test_a_topk_transcoder_is_read_back_but_not_written_for_circuit_tracer(
     assert card.figures.l0 == pytest.approx(stated["heldout_l0"], rel=1e-3)
     with pytest.raises(UserError, match="circuit-tracer has no TopK cross-layer transcoders"):
         export_set([Path(ranks.spec.run_dir)], tmp_path / "set", form="circuit-tracer", best=False, force=False)
+
+
+def test_early_latents_write_what_the_model_computes_in_two_steps_and_the_card_shows_it(
+    make_job: Callable[..., JobConfig], start_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_two_steps(tmp_path / "rows")
+    fvus, cards = {}, {}
+    for is_cross_layer in (True, False):
+        # Most targets are 0, so the others are far larger than the median.
+        data = {"path": str(tmp_path / "rows"), "hook": "mlp.0-1", "max_norm": 0}
+        sae = {"cross_layer": is_cross_layer, "d_sae": 48, "k": 3}
+        train = {"n_steps": 400, "batch_size": 256, "lr": 0.02, "report_card": True, "eval_every": 0}
+        ranks = start_ranks(make_job(data=data, sae=sae, train=train), 1, run_dir=tmp_path / str(is_cross_layer))
+        assert ranks.wait() == [EXIT_FINISHED]
+        label = "layer=1" if is_cross_layer else "hook=L1"
+        cards[is_cross_layer] = cast("Any", read_card(Path(ranks.spec.run_dir) / "sae" / label))
+        fvus[is_cross_layer] = cards[is_cross_layer].figures.fvu
+    # The second MLP's output depends on its own input alone, so the true share from earlier layers is 0.
+    assert cards[True].figures.layer.from_earlier > 0.1
+    assert fvus[True] < 0.8 * fvus[False]
 
 
 def test_the_hub_finds_it_as_a_cross_layer_transcoder(finished: Path) -> None:
