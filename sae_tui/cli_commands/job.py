@@ -60,7 +60,7 @@ from trainer.contract.settings.series import (
     title_of,
 )
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.seeds import by_seeds, without_seed
+from trainer.contract.store.seeds import by_seeds, names_layer, without_seed
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes, plural, ranges
 
@@ -142,7 +142,7 @@ def _forecast(context: CommandContext, reader: JobReader) -> Forecast | None:
     assert job is not None
     with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
         found = Forecaster(context.data).forecasts(job, reader.series, control.jobs([JobState.FINISHED]))
-    labels = job.seeds.labels if job.seeds else [job.best_sae]
+    labels = job.seeds.labels if job.seeds else [*filter(names_layer, found)] or [job.best_sae]
     return mean_forecast([found[label] for label in labels]) if found.keys() >= set(labels) else None
 
 

@@ -22,7 +22,9 @@ def export(context: CommandContext, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json(done)
         return Exit.DONE
-    for label, folder in (done.saes or {"SAE": done.output_path}).items():
+    for layer, step in done.layers.items():
+        say(f"layer {layer} of step {step} -> {done.output_path}")
+    for label, folder in ({} if done.layers else done.saes or {"SAE": done.output_path}).items():
         say(f"{label} of step {done.step} -> {folder}")
     for note in done.notes:
         say(f"note: {note}")

@@ -32,7 +32,7 @@ from trainer.contract.settings.series import (
     title_of,
     with_held_out,
 )
-from trainer.contract.store.seeds import Spread, seed_count, seeds_of, spread_of, without_seed
+from trainer.contract.store.seeds import Spread, names_layer, seed_count, seeds_of, spread_of, without_seed
 from trainer.contract.store.states import JobState
 from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import count, duration, gibibytes, join_words, number
@@ -285,6 +285,9 @@ def _twins(saes: Sequence[ComparedSae]) -> set[int]:
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return the row with the best value marked; if others are not significantly worse, mark it and them as equal."""
+    if len({sae.member for sae in saes if names_layer(sae.member)}) > 1:
+        # The layers of a cross-layer transcoder have different targets.
+        return line
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:

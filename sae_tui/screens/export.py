@@ -169,7 +169,7 @@ class ExportDialog(_SaeDialog):
     def _words(done: Exported) -> str:
         notes = "".join(f"\nNote: {note}." for note in done.notes)
         pushed = f", and in {done.pushed['url']}" if "url" in done.pushed else ""
-        return f"The SAE of step {done.step} is in {done.output_path}{pushed}{notes}"
+        return f"The SAE of step {done.newest_step} is in {done.output_path}{pushed}{notes}"
 
 
 class ImportDialog(_SaeDialog):

@@ -203,8 +203,8 @@ def _of_added_rows(one: IndexedSource) -> JobFileError:
 
 def _of_different_tokens(one: IndexedSource, other: IndexedSource) -> JobFileError:
     message = (
-        f"the rows of {one.place} and {other.place} belong to different tokens; a crosscoder needs the same tokens in"
-        " the same order from each, so extract them from the same text with the same settings"
+        f"the rows of {one.place} and {other.place} belong to different tokens, but each needs the same tokens in"
+        " the same order, so extract them from the same text with the same settings"
     )
     return JobFileError([Problem("data.path", message)])
 

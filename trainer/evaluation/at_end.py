@@ -24,7 +24,7 @@ from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.contract.store.metrics_store import FINISHED, JUDGING, MetricRow
 from trainer.evaluation.card import timer, write_card
 from trainer.evaluation.contexts import Contexts, contexts_of, joined_source, texts_of
-from trainer.evaluation.cross_layer import ExportedLayers, LayerSae, read_layers
+from trainer.evaluation.cross_layer import LayerSae, StoredLayers
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked, parts_of_hooks
@@ -135,7 +135,8 @@ class Cards:
         learner, sae = self._trainer.learners[label], read_exported(folder, self._parallel.device)
         rows, layer, source = self._rows_of(label), None, self._source.of_hook(learner.hook)
         if place := learner.layer:
-            layer, source = LayerSae(self._layers, place.number), source.of_part(place.number)
+            layer = LayerSae(self._layers.upto(place.number), place.number)
+            source = source.of_part(place.number)
         card = card_of(sae, folder, rows, source, layer, name=self._job.name, label=label, step=self._at.step)
         tensors = rows.part_tensors
         try:
@@ -158,9 +159,10 @@ class Cards:
         return EvaluationRows(own, outliers, self._job, on, most, self._stop, copies, parts, layer)
 
     @functools.cached_property
-    def _layers(self) -> ExportedLayers:
+    def _layers(self) -> StoredLayers:
         """The exported layers of a cross-layer transcoder."""
-        return read_layers({label: self._trainer.output / label for label in members(self._job)}, self._parallel.device)
+        folders = {label: self._trainer.output / label for label in members(self._job)}
+        return StoredLayers(folders, self._parallel.device)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path, outliers: Outliers) -> Contexts | None:
         """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.

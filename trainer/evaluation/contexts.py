@@ -65,7 +65,9 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
     """Return the activations for raw rows x [n, d_in], at the scale used in training."""
     sae = learner.sae
     scaled = x.to(sae.W_dec.device) * sae.x_scale
-    return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
+    acts = learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
+    sae.written_later = None
+    return acts
 
 
 def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = None) -> Iterator[TokenRows]:

@@ -22,10 +22,10 @@ from trainer.sharing.base import layer_place
 
 
 class ExportedLayers:
-    """The layers of a cross-layer transcoder, in order, which run on raw rows in fp32."""
+    """The first `layers` of a cross-layer transcoder's `n_layers`, in order, which run on raw rows in fp32."""
 
-    def __init__(self, layers: Sequence[ExportedSae]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[ExportedSae], n_layers: int | None = None) -> None:
+        self.layers, self.n_layers = layers, n_layers or len(layers)
 
     def reconstruct(self, number: int, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
         """Return the activations of layer `number` and the reconstruction of its target [n, d_out].
@@ -34,7 +34,7 @@ class ExportedLayers:
         """
         before: Tensor | None = None
         for layer in range(number + 1):
-            acts, own, before = self.run(layer, x.tensor_split(len(self.layers), dim=1)[layer], before)
+            acts, own, before = self.run(layer, x.tensor_split(self.n_layers, dim=1)[layer], before)
         return acts, own
 
     def run(self, number: int, x: Tensor, before: Tensor | None) -> tuple[DenseActs, Tensor, Tensor]:
@@ -48,7 +48,7 @@ class ExportedLayers:
         acts = layer.encode(x)
         written = acts.values @ layer.W_dec
         written = written if before is None else written + before
-        d_out = layer.W_dec.shape[1] // (len(self.layers) - number)
+        d_out = layer.W_dec.shape[1] // (self.n_layers - number)
         return acts, written[:, :d_out] + layer.b_dec[:d_out], written[:, d_out:]
 
     def in_turn(self) -> list[Reconstruct]:
@@ -83,7 +83,7 @@ class LayerSae:
         # Σ‖·‖² over all rows of what earlier layers and the layer's own latents write to its target.
         self._squares = torch.zeros(2, dtype=torch.float64)
         # The width of the layer's own target.
-        self.d_out = self.own.W_dec.shape[1] // (len(layers.layers) - number)
+        self.d_out = self.own.W_dec.shape[1] // (layers.n_layers - number)
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
         """Return the activations, and the reconstruction [n, d_out] of the target, for joined rows; `y` is ignored."""
@@ -99,7 +99,7 @@ class LayerSae:
         total = float(self._squares.sum())
         # Without earlier layers, the first sum is only rounding errors.
         share = float(self._squares[0]) / total if self._number and total else 0.0
-        return LayerFigures(self._number, len(self._all.layers), share)
+        return LayerFigures(self._number, self._all.n_layers, share)
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
@@ -108,11 +108,20 @@ class LayerSae:
             yield
 
 
-def read_layers(folders: Mapping[str, Path], device: torch.device) -> ExportedLayers:
-    """Read the layers in a run's folders, in order; raise `UserError` if one is missing or belongs elsewhere."""
-    layers = [read_exported(folder, device) for folder in folders.values()]
-    for number, (folder, layer) in enumerate(zip(folders.values(), layers, strict=True)):
-        place = layer_place(layer.metadata)
-        if place is None or (place.layer, place.n_layers) != (number, len(layers)):
-            raise UserError(f"{folder}: is not layer {number} of a cross-layer transcoder of {len(layers)} layers")
-    return ExportedLayers(layers)
+class StoredLayers:
+    """The layers in a run's folders, in order; each is read when it is first needed."""
+
+    def __init__(self, folders: Mapping[str, Path], device: torch.device) -> None:
+        self._folders, self._device = [*folders.values()], device
+        self._read: list[ExportedSae] = []
+
+    def upto(self, number: int) -> ExportedLayers:
+        """Return the layers up to `number`; raise `UserError` if one is missing or belongs elsewhere."""
+        n_layers = len(self._folders)
+        for at, folder in enumerate(self._folders[len(self._read) : number + 1], start=len(self._read)):
+            layer = read_exported(folder, self._device)
+            place = layer_place(layer.metadata)
+            if place is None or (place.layer, place.n_layers) != (at, n_layers):
+                raise UserError(f"{folder}: is not layer {at} of a cross-layer transcoder of {n_layers} layers")
+            self._read.append(layer)
+        return ExportedLayers(self._read[: number + 1], n_layers)

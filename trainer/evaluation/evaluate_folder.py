@@ -24,7 +24,7 @@ from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
 from trainer.evaluation.card import rows_part, timer
-from trainer.evaluation.cross_layer import LayerSae, read_layers
+from trainer.evaluation.cross_layer import LayerSae, StoredLayers
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import recovery
@@ -79,7 +79,7 @@ def cards_in(
     rows = EvaluationRows.of_hooks(source, job, device)
     hooks = {label: job.layer_number(member) for label, member in members(job).items()}
     of_labels = {label: (path if folders != [path] else path.parent) / label for label in hooks}
-    layers = read_layers(of_labels, device) if job.n_layers > 1 else None
+    layers = StoredLayers(of_labels, device) if job.n_layers > 1 else None
     for folder in folders:
         label = str(folder.relative_to(path)) if folder != path else ""
         name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
@@ -91,7 +91,7 @@ def cards_in(
             )
         if strange := other_place(sae.metadata, own.meta):
             complain(f"warning: {printable_lines(strange)}\n")
-        layer = LayerSae(layers, hook) if layers else None
+        layer = LayerSae(layers.upto(hook), hook) if layers else None
         card = card_of(
             sae, folder, rows[hook], own, layer, name=name, label=label, is_trained_on=not data, refine=refine
         )

@@ -125,14 +125,13 @@ def evaluations_of(
     tensors, position = load(checkpoint)
     with usable(checkpoint), contextlib.ExitStack() as stored:
         hooks = _Hooks(job, source, device, model, sets, stored)
-        found = learners_of(job, tensors, state, device)
         layers = None
         if job.n_layers > 1 or (model and is_transcoder_set(job)):
-            found = iter(of_layers := list(found))
-            exported = _exported([learner for _, learner in of_layers], device)
+            # A learner is in its export form only until the next one is loaded.
+            exported = [_exported(one, device) for _, one in learners_of(job, tensors, state, device)]
             layers = ExportedLayers(exported) if job.n_layers > 1 else None
             hooks.all_mlps = layers.in_turn() if layers else [one.reconstruct for one in exported]
-        for label, learner in found:
+        for label, learner in learners_of(job, tensors, state, device):
             number = learner.layer.number if learner.layer else learner.hook
             if refine:
                 refuse_transcoder("--refine", is_transcoder=learner.sae.is_transcoder)
@@ -179,7 +178,7 @@ class _Hooks:
         self._settings, self._source, self._device = [*job.hooks.values()], source, device
         self._is_cross_layer = job.n_layers > 1
         self._model, self._sets, self._stored = model, sets, stored
-        self.model = functools.lru_cache(maxsize=1)(self._load_model)
+        self._loaded = functools.lru_cache(maxsize=1)(self._load_model)
         self.probes = functools.lru_cache(maxsize=1)(self._train_probes)
         self.texts = functools.cache(self._rows_with_tokens)
         # The functions that replace the outputs of all MLPs, in the order of their layers; empty for other SAEs.
@@ -189,10 +188,16 @@ class _Hooks:
     def source(self, hook: int) -> Source:
         return self._source.of_part(hook) if self._is_cross_layer else self._source.of_hook(hook)
 
-    def _load_model(self, hook: int) -> SplicedModel | None:
+    def model(self, hook: int) -> SplicedModel | None:
         """Return the language model behind a hook's data, with its text, or None without --model."""
+        # One model replaces the outputs of all MLPs of a cross-layer transcoder.
+        return self._loaded(0 if self._is_cross_layer else hook)
+
+    def _load_model(self, hook: int) -> SplicedModel | None:
         if self._model is None:
             return None
+        if self._is_cross_layer:
+            return self._load_with_all_mlps()
         source = self.source(hook)
         if source.part_widths:
             raise UserError("--model: a crosscoder reconstructs several hooks or models at once; leave --model out")
@@ -207,13 +212,15 @@ class _Hooks:
         """Measure the language model with the outputs of all MLPs replaced; None if the SAEs are not a set of all."""
         if not self.all_mlps:
             return None
+        model = self.model(0) if self._is_cross_layer else self._load_with_all_mlps()
+        return model.measure(*self.all_mlps, n_tokens=n_tokens) if model else None
+
+    def _load_with_all_mlps(self) -> SplicedModel:
         stage(LOADING)
         extraction = self._extraction(0)
-        pairs = [self._ends(extraction, hook) for hook in range(len(self._settings))]
-        (first, last), *others = pairs
-        return SplicedModel(extraction, first, self._device, last, others=others).measure(
-            *self.all_mlps, n_tokens=n_tokens
-        )
+        (first, last), *others = [self._ends(extraction, hook) for hook in range(len(self._settings))]
+        has_sets = bool(self._sets)
+        return SplicedModel(extraction, first, self._device, last, others=others, only_reads=has_sets)
 
     def _extraction(self, hook: int) -> ExtractJob:
         if self._model == "auto":
@@ -231,7 +238,8 @@ class _Hooks:
         if model is None or not self._sets:
             return None
         stage(PART_TITLES[PROBES], sum(len(one.texts) for one in self._sets))
-        return probe_rows([LabelledRows(one.name, model.last_rows(one.texts), one.labels) for one in self._sets])
+        at = hook if self._is_cross_layer else 0
+        return probe_rows([LabelledRows(one.name, model.last_rows(one.texts, at), one.labels) for one in self._sets])
 
     def _rows_with_tokens(self, hook: int) -> _Texts | None:
         return self._stored.enter_context(_texts(self._settings[hook], self.source(hook), self._device))
@@ -347,9 +355,11 @@ def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
 
 
 @torch.no_grad()
-def _exported(learners: Sequence[Learner], device: torch.device) -> list[ExportedSae]:
-    """Return transcoders as they are exported."""
-    return [ExportedSae(shared_form(one.sae, threshold_facts(one.sae)), device) for one in learners]
+def _exported(learner: Learner, device: torch.device) -> ExportedSae:
+    """Return a transcoder as it is exported, without the learner's optimizer state."""
+    shared = shared_form(learner.sae, threshold_facts(learner.sae), learner.k)
+    copied = {name: tensor.detach().clone() for name, tensor in shared.weights.items()}
+    return ExportedSae(shared._replace(weights=copied), device)
 
 
 def is_transcoder_set(job: JobConfig) -> bool:

@@ -173,8 +173,8 @@ def _summary(names: list[str], aucs: Floats) -> Auc:
     )
 
 
-def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tensor:
-    """Return the rows [n, d] for the texts' last tokens at the model's first hook, in fp32 on the CPU.
+def last_rows(model: LanguageModel, texts: Sequence[str], context: int, hook: int = 0) -> Tensor:
+    """Return the rows [n, d] for the texts' last tokens at one of the model's hooks, in fp32 on the CPU.
 
     The tokenizer's special tokens surround each text, but the row belongs to the last token of the text itself. If a
     text has more than `context` tokens, its beginning is cut off.
@@ -187,7 +187,7 @@ def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tenso
         batch = _batch([pieces[number] for number in numbers])
         length = batch.ids.shape[1]
         flat = torch.tensor([at * length + indices[number] for at, number in enumerate(numbers)])
-        rows |= dict(zip(numbers, model.rows(batch, flat)[0].float().cpu(), strict=True))
+        rows |= dict(zip(numbers, model.rows(batch, flat)[hook].float().cpu(), strict=True))
         advance(len(numbers))
     return torch.stack([rows[number] for number in range(len(texts))])
 

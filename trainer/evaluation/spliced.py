@@ -282,9 +282,12 @@ class SplicedModel:
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
-    def last_rows(self, texts: Sequence[str]) -> Tensor:
-        """Return the rows [n, d_in] for the texts' last tokens at the hook that is read, in fp32 on the CPU."""
-        return last_rows(self._model, texts, self._job.text.context)
+    def last_rows(self, texts: Sequence[str], pair: int = 0) -> Tensor:
+        """Return the rows [n, d_in] for the texts' last tokens at the hook that is read, in fp32 on the CPU.
+
+        With several pairs of hooks, `pair` is the number of the pair.
+        """
+        return last_rows(self._model, texts, self._job.text.context, 2 * pair)
 
     def moved_tokens(self, w_dec: Tensor) -> dict[str, Tensor]:
         """Return the tokens that decoder directions [d_sae, d] promote and suppress, or {} if they are undefined.

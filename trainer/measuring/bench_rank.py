@@ -38,7 +38,7 @@ from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.rounded_top_k import Factors
 from trainer.saes.topk import TopK
 from trainer.training.graph_replay import PLAIN_STEPS, replay_for
-from trainer.training.learner import Learner
+from trainer.training.learner import Learner, layer_in
 from trainer.training.step import cut_of, take_step
 
 # The number of warm-up steps: twice the number of eager steps before a graph capture.
@@ -57,16 +57,18 @@ class RepeatedStep:
         set_matmul_precision(resolve_precision(job.train.precision, self._device))
         set_deterministic(job.train.deterministic)
         self.learners = [
-            Learner(member, d_in, d_out, parallel)
+            Learner(member, d_in, d_out, parallel, layer=layer_in(job, member))
             for member in Layout(job, parallel.world_size).members_by_rank[parallel.rank].values()
         ]
-        x, y = random_pairs(N_SAMPLE, d_in, d_out, self._device)
+        # The rows of a cross-layer transcoder are joined from those at all layers.
+        widths = job.n_layers * d_in, None if d_out is None else job.n_layers * d_out
+        x, y = random_pairs(N_SAMPLE, *widths, self._device)
         for learner in self.learners:
             learner.initialise(x, y)
         torch.manual_seed(parallel.data.index)
         layout = Layout(job, parallel.world_size)
         self.cut = cut_of(layout, parallel)
-        self.x, self.y = random_pairs(self.cut.largest, d_in, d_out, self._device)
+        self.x, self.y = random_pairs(self.cut.largest, *widths, self._device)
         self._total_steps, self._n_taken = layout.total_steps, 0
         for learner in self.learners:
             learner.whole_steps = replay_for(learner, job, parallel)

@@ -25,6 +25,7 @@ from trainer.contract.settings.series import (
 )
 from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.store.rows import DROPPED
+from trainer.contract.store.seeds import names_layer
 from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
@@ -204,7 +205,11 @@ class Report:
     def _sae_rows(self, step: int, label: str, values: Mapping[str, float]) -> None:
         if label:
             self._rows(step, {f"{name}@{label}": value for name, value in values.items()})
-        if not label or label == next(iter(self.values)):
+        if names_layer(label):
+            # The layers of a cross-layer transcoder are one SAE. The last layer completes the means.
+            if label == [*self.values][-1]:
+                self._rows(step, {name: mean for name in values if (mean := self.mean(name)) is not None})
+        elif not label or label == next(iter(self.values)):
             self._rows(step, values)
 
     def _rows(self, step: int, values: Mapping[str, float]) -> None:

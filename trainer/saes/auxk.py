@@ -73,7 +73,7 @@ class AuxK(nn.Module):
             return _of_all_ranks(sae, own, n, n_chosen, self.residual_variance)
         if not own.bias.is_cuda:
             own = own.first(n := _n_dead(own.bias > -torch.inf, n))
-        rows = dead_latents.rows(sae.W_enc, sae.W_dec, own.latents, dtype).weights
+        rows = dead_latents.rows(sae.W_enc, sae.W_dec, own.latents, dtype, sae.d_out).weights
         return DeadCandidates(own.latents, rows._replace(b_enc=own.bias), own.weight, min(n, n_chosen), [])
 
     def explain(self, sae: Sae, centred: Tensor, candidates: DeadCandidates | None) -> Explained | None:
@@ -85,11 +85,7 @@ class AuxK(nn.Module):
             return None
         sae.latents.group.finish(candidates.transfers)
         own_tokens = local_shard(centred, sae.latents.group)
-        explained = _explained(sae, own_tokens, candidates)
-        if sae.n_targets > 1:
-            # The errors of later layers are not known yet.
-            explained = explained[:, : sae.d_out].contiguous()
-        return Explained(explained, candidates.weight)
+        return Explained(_explained(sae, own_tokens, candidates), candidates.weight)
 
     def loss(self, error: Tensor, explained: Explained | None) -> Tensor:
         """Return the fraction of the error variance that dead latents do not explain, summed over tokens, 0-dim.
@@ -150,7 +146,7 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     torch.lt(gathered, order[:, None], out=is_before)
     indices = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
     latents = order.new_full((n + 1,), -1).scatter_(0, indices, own.latents)[:n]
-    packed = dead_latents.rows(sae.W_enc, sae.W_dec, latents, dtype)
+    packed = dead_latents.rows(sae.W_enc, sae.W_dec, latents, dtype, sae.d_out)
     packed.weights.b_enc.copy_(own.bias.new_zeros(n + 1).scatter_(0, indices, own.bias)[:n])
     transfers = group.start_sums([packed.flat])
     return DeadCandidates(latents, packed.weights, is_dead.any() / variance, min(n, n_chosen), transfers)

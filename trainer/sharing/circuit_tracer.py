@@ -60,6 +60,8 @@ class CircuitTracer(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.layer:
+            if sae.d_in != sae.d_out // sae.layer.n_targets:
+                return "circuit-tracer needs cross-layer transcoders whose inputs and targets have the same width"
             lacks = "circuit-tracer has no TopK cross-layer transcoders; train with batch_topk or jumprelu"
             return lacks if sae.form == _TOPK else None
         if reason := refusal_of_several_hooks(sae, "circuit-tracer"):

@@ -70,12 +70,8 @@ class SaeLens(Format):
         forget_card(folder)
         is_gguf = str(sae.metadata.get("model_name")).endswith(".gguf")
         notes = ["SAELens loads a GGUF model only with its tokenizer files next to it"] if is_gguf else []
-        if sae.layer:
-            n_targets = sae.layer.n_targets
-            notes.append(
-                f"SAELens reads a layer of a cross-layer transcoder as a transcoder to {n_targets} joined outputs"
-            )
-        return notes
+        of_layer = ["SAELens reads a layer of a cross-layer transcoder as a transcoder to all later outputs, joined"]
+        return [*notes, *(of_layer if sae.layer else [])]
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         return saelens_reading.read(folder_of(place), (CONFIG, WEIGHTS), given)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor
 
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
-from trainer.training.learner import Learner, LearnerOutput
+from trainer.training.learner import GradientMeasures, Learner, LearnerOutput
 
 
 class Layers:
@@ -61,6 +61,12 @@ class Layers:
         with phase(METRICS):
             for (learner, target, output), loss in zip(outputs, losses, strict=True):
                 learner.observe(target, output, loss)
+
+    def update(self) -> None:
+        """Update the weights of all layers, or skip the step in all of them: the layers share their errors."""
+        found = GradientMeasures.total([learner.measure() for learner in self.learners])
+        for learner in self.learners:
+            learner.step_by(found)
 
 
 def trained_together(learners: Collection[Learner]) -> Collection[Learner | Layers]:

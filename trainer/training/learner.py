@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -86,6 +86,24 @@ class WholeSteps(Protocol):
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
         """Take a step on raw data; the batch has `of_all` tokens."""
+
+
+class GradientMeasures(NamedTuple):
+    """Squared norms of a step's gradient, fp64 and 0-dim: over the per-latent weights, and over the shared weights.
+
+    `overflowed` (0-dim bool) is true if activations were lost, or None if they cannot be lost.
+    """
+
+    of_latents: Tensor
+    of_shared: Tensor
+    overflowed: Tensor | None
+
+    @classmethod
+    def total(cls, each: Sequence[GradientMeasures]) -> GradientMeasures:
+        """Return the measures of several gradients together."""
+        flags = [one.overflowed for one in each if one.overflowed is not None]
+        of_latents, of_shared = (torch.stack(list(column)).sum(0) for column in list(zip(*each, strict=True))[:2])
+        return cls(of_latents, of_shared, torch.stack(flags).any() if flags else None)
 
 
 class LearnerOutput(NamedTuple):
@@ -398,21 +416,29 @@ class Learner:
         for name in self._job.sae.frozen:
             self.stepped.parameters[name].grad = None
 
-    @torch.no_grad()
     def update(self, *, counts: bool = True) -> None:
         """Update the weights; if a gradient is not finite, only count the step as skipped.
 
         Pass `counts=False` while a step is captured, so that the host does not count it.
         """
+        self.step_by(self.measure(), counts=counts)
+
+    @torch.no_grad()
+    def measure(self) -> GradientMeasures:
+        """Measure the step's gradient, which is summed over ranks; `step_by` must follow."""
         self.stepped.begin()
         self._drop_frozen()
         of_latents, self._square_of_latents = self._square_of_latents, None
         if of_latents is None:
             own = self._update.measure_latents()
             of_latents = sum_of(sum_of(own, self.stepped.others), self.latents.group)
-        of_shared = self._update.measure_shared()
-        came = self.sae.n_tokens_in_step(), self.sae.has_overflowed()
-        check = self._gradient_checks.of(of_latents, of_shared, self.loss_scale.factor, *came)
+        return GradientMeasures(of_latents, self._update.measure_shared(), self.sae.has_overflowed())
+
+    @torch.no_grad()
+    def step_by(self, found: GradientMeasures, *, counts: bool = True) -> None:
+        """Update the weights, given the measures of their gradient or of a larger gradient that contains it."""
+        n_tokens, factor = self.sae.n_tokens_in_step(), self.loss_scale.factor
+        check = self._gradient_checks.of(found.of_latents, found.of_shared, factor, n_tokens, found.overflowed)
         self.loss_scale.update(check.bad_gradient)
         self.optimizer.grad_scale, self.optimizer.found_inf = check.divisor, check.bad
         self._update.take(check)

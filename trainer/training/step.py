@@ -48,8 +48,8 @@ def take_step(
     with phase(EXCHANGE):
         agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), requests())
     with phase(UPDATE):
-        for learner in learners:
-            learner.update()
+        for unit in trained_together(learners):
+            unit.update()
     return agreed
 
 

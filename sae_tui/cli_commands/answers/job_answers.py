@@ -522,8 +522,10 @@ _EXPORTED = fields(
         "saes": (by_name(str), "For a sweep: the folder of each SAE, by label."),
         "left_out": (by_name(str), "For a sweep: why the format cannot store an SAE, by label."),
         "notes": (list_of(str), "What the format cannot store; left out if it can store everything."),
+        "checkpoints": (list_of(str), "For a set of transcoders: absolute paths of the checkpoints."),
+        "layers": (by_name(int), "For a set of transcoders: the step of each layer, by layer."),
     },
-    may_lack=["saes", "left_out", "notes"],
+    may_lack=["checkpoint", "step", "saes", "left_out", "notes", "checkpoints", "layers"],
 )
 _REMOVED = fields(
     "Deleted jobs", {"ids": (list_of(int), "Ids of the deleted jobs."), "bytes": (int, "Freed disk space, in bytes.")}

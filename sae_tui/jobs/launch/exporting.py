@@ -43,16 +43,24 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The trainer's report on an export: the checkpoint, and the folder for the SAE or for each SAE in a sweep.
 
     If the format does not support some SAEs in a sweep, `left_out` maps their labels to the reasons. If the SAE was
-    uploaded, `pushed` contains the `url`.
+    uploaded, `pushed` contains the `url`. A set of transcoders has several `checkpoints` instead, and the step of each
+    layer in `layers`.
     """
 
-    checkpoint: str
-    step: int
     output_path: str
+    checkpoint: str = ""
+    step: int = 0
+    checkpoints: list[str] = []
+    layers: dict[str, int] = {}
     saes: dict[str, str] = {}
     left_out: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     pushed: dict[str, Any] = {}
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the checkpoint, or of the newest one of a set."""
+        return max(self.layers.values(), default=self.step)
 
 
 def export_sae(

@@ -26,7 +26,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.runs.report_card import facts, read_card, remarks
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
-from trainer.evaluation.cross_layer import ExportedLayers, read_layers
+from trainer.evaluation.cross_layer import ExportedLayers, StoredLayers
 from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.spliced import SplicedModel
 from trainer.training.export_set import export_set
@@ -89,7 +89,7 @@ def test_each_layer_has_a_report_card_with_the_fvu_of_its_own_target(finished: P
 
 
 def test_the_share_from_earlier_layers_is_that_of_what_their_latents_write(finished: Path) -> None:
-    layers = read_layers({label: finished / "sae" / label for label in LABELS}, CPU)
+    layers = StoredLayers({label: finished / "sae" / label for label in LABELS}, CPU).upto(2)
     xs = rows_at(finished, "mlp_in")
     folders = [finished / "sae" / label for label in LABELS]
     found = [layers.reconstruct(number, torch.cat(xs, dim=1))[1] for number in range(3)]
@@ -111,7 +111,7 @@ def test_the_folder_of_a_layer_is_evaluated_with_the_earlier_layers(finished: Pa
 def test_layers_of_different_transcoders_are_not_combined(finished: Path) -> None:
     folders = {label: finished / "sae" / label for label in reversed(LABELS)}
     with pytest.raises(UserError, match="is not layer 0 of a cross-layer transcoder of 3 layers"):
-        read_layers(folders, CPU)
+        StoredLayers(folders, CPU).upto(2)
 
 
 def test_circuit_tracer_computes_the_same_reconstructions(
@@ -210,7 +210,7 @@ def test_the_loss_with_all_mlps_replaced_matches_a_loop_over_documents(
     run_dir = Path(ranks.spec.run_dir)
     labels = ["layer=0", "layer=1"]
     folders = [run_dir / "sae" / label for label in labels]
-    layers = read_layers(dict(zip(labels, folders, strict=True)), CPU)
+    layers = StoredLayers(dict(zip(labels, folders, strict=True)), CPU).upto(1)
     hooks = [("mlp_in.0", "mlp_out.0"), ("mlp_in.1", "mlp_out.1")]
     patched = patched_model(extraction, hooks, layers)
     ce, ce_with_sae = losses_of_a_loop(gpt2, folders)

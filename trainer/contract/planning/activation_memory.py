@@ -67,8 +67,7 @@ def of_layers(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -
         # Only the 16-bit copy of the encoder is kept between passes.
         held += _HELD_MATRICES * 4 * latents + 2 * one.n_own * one.width * (one.product == 2 and keeps_copies)
     else:
-        explained = one.product * one.own_tokens * (one.n_candidates + work.d_out) * (one.n_aux > 0)
-        held += one.entries + one.of_auxk + explained
+        held += one.entries + one.of_auxk + one.of_explained
     of_one = _LAST_MATRICES * 4 * latents if is_dense else one.product * latents
     gradients = 4 * one.n_own * (one.d_in + one.width) + one.row_gradients * (not is_dense)
     return round(n_layers * rows + max(n_layers * held + of_one, n_layers * gradients))
@@ -215,12 +214,12 @@ class _SparseArchitecture(_StepSizes):
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
         # The number of weights belonging to the AuxK candidates, and the size of their gradients in bytes; if ranks
         # share the latents, the gradients are summed in fp32.
-        self.of_candidates = self.n_candidates * (self.d_in + self.width)
+        self.of_candidates = self.n_candidates * (self.d_in + work.d_out)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
         # Bytes that AuxK keeps until its backward pass: the candidates' weights, and the values and reconstruction for
         # each token.
         self.of_auxk = self.product * self.of_candidates
-        self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
+        self.of_explained = self.product * self.own_tokens * (self.n_candidates + work.d_out) * (self.n_aux > 0)
         # Indices and values of the active latents; each rank stores the entries for its shard. With BatchTopK on
         # several GPUs, each rank allocates memory for all entries because they could all belong to its shard.
         of_rank = self.n_tokens * self.most_active

@@ -30,8 +30,8 @@ _SKIP_PASSES = 8
 # The bytes read and written per encoder weight when a pre-selection rounds the encoder; with 16,384 latents, this takes
 # 5 ms on one core.
 _ROUNDED_BYTES = 28
-# The number of encoder-sized matmuls per step for an architecture that keeps all pre-activations.
-_DENSE_PRODUCTS = 5
+# The number of matmuls per step with the encoder and the decoder, for an architecture that keeps all pre-activations.
+_ENCODING_PRODUCTS, _DECODING_PRODUCTS = 2, 3
 # The number of passes that AuxK makes over its candidates' activations and over reconstructions, and the bytes per
 # candidate weight. These bytes are for reading and copying the weight, and for adding its gradient to the full gradient
 # over all latents.
@@ -212,7 +212,10 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     rows = 4 * tokens * row_passes * (work.d_in + work.d_out) / 2
     matrices, per_token = ARCHITECTURES[sae.architecture].dense_matrices, sae.settings.n_active / sharing
     if matrices and work.device == "cuda" and not (per_token := latent_capacity.per_token(per_token, int(own)) or 0):
-        return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
+        decoding = _DECODING_PRODUCTS * work.written_width / work.d_out
+        return (_ENCODING_PRODUCTS + decoding) * product_s + (
+            2 * matrices * pre_acts + rows
+        ) / speeds.memory_bytes_per_s
     active = tokens * per_token
     n_exact = first_look.EXACT * first_look.n_seen(sae.settings.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"

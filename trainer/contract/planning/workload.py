@@ -220,7 +220,9 @@ class Workload(Layout, frozen=True, dict=True):
     def precision(self) -> str:
         """The matmul dtype."""
         asked = self.job.train.precision
-        return auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
+        found = auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
+        # The layers of a cross-layer transcoder share their errors, but not their loss scales.
+        return "fp32" if found == "fp16" and self.job.n_layers > 1 else found
 
     @property
     def product_bytes(self) -> int:

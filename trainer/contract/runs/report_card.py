@@ -106,7 +106,11 @@ class LayerFigures(msgspec.Struct, frozen=True):
     def words(self) -> str:
         later, earlier = self.n_layers - 1 - self.layer, self.layer
         also = f"its latents also write to {plural(later, 'later layer')}" if later else "its latents write to no other"
-        share = f"; {self.from_earlier:.0%} of its reconstruction comes from earlier layers" if earlier else ""
+        share = (
+            f"; earlier layers write {self.from_earlier:.0%} of its reconstruction (by squared norms)"
+            if earlier
+            else ""
+        )
         return f"layer {self.layer + 1} of {self.n_layers}; {also}{share}"
 
 

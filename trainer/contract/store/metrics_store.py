@@ -15,7 +15,7 @@ import msgspec
 from trainer.contract.store.database import as_text, explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import DROPPED, Count, Event, Time, convert, readable
-from trainer.contract.store.seeds import by_seeds, mean, values_by_seed
+from trainer.contract.store.seeds import by_seeds, mean, names_layer, values_by_seed
 from trainer.contract.store.twins import without_twins
 
 # log2 of the steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2. With roll-ups, reading 10
@@ -291,10 +291,6 @@ class SeriesReader:
         return next(readable([dict(row) for row in rows], Event), None)
 
 
-# The labels of the layers of a cross-layer transcoder start with this.
-_LAYER = "layer="
-
-
 def best_sae(latest: Mapping[str, float]) -> str:
     """Return the label of the SAE with the lowest FVU in a sweep; "" for a run with one SAE or before any measurement.
 
@@ -305,7 +301,7 @@ def best_sae(latest: Mapping[str, float]) -> str:
     its training failed, comes after complete groups. Random twins and dropped SAEs do not count.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
-    if any(label.startswith(_LAYER) for label in fvu):
+    if any(map(names_layer, fvu)):
         return ""
     dropped = _of_saes(latest, DROPPED)
     known_labels = dict.fromkeys(key.partition("@")[2] for key in latest if "@" in key)
@@ -329,7 +325,7 @@ def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | 
 
     For SAEs that differ only in the seed, and for the layers of a cross-layer transcoder, return their mean.
     """
-    of_layers = [value for one, value in _of_saes(latest, name).items() if not label and one.startswith(_LAYER)]
+    of_layers = [value for one, value in _of_saes(latest, name).items() if not label and names_layer(one)]
     if of_layers:
         return mean(of_layers)
     if label and any(other.startswith(f"{name}@") for other in latest):

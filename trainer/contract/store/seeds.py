@@ -64,6 +64,11 @@ def names_seed(label: str) -> bool:
     return any(part.startswith(_SEED) for part in label.split(","))
 
 
+def names_layer(label: str) -> bool:
+    """Return whether a label is that of a layer of a cross-layer transcoder."""
+    return label.startswith("layer=")
+
+
 def without_seed(label: str) -> str:
     """Return the label of an SAE without its seed, like `k=16` for `k=16,seed=1`."""
     return ",".join(part for part in label.split(",") if not part.startswith(_SEED))

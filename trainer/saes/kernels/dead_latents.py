@@ -67,13 +67,14 @@ def longest_since_fired(
 
 
 @torch.no_grad()
-def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
-    """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of W_dec [d_sae, d_out].
+def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype, d_out: int) -> Packed:
+    """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of the first `d_out` columns of W_dec.
 
+    In a cross-layer transcoder, these columns are the layer's own target; the errors of later ones are not known yet.
     The rows have the matmul dtype, `dtype`. If this dtype is narrower than the weights' own, the rows are read from the
     narrow copy that these matmuls use. A latent index of −1 yields rows of zeros. The caller fills in the biases.
     """
-    whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
+    whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)[:, :d_out]
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)
     reads, _, writes = packed.weights
     if (triton := DEAD_LATENTS.on(latents, dtype)) and whole_enc.is_contiguous() and whole_dec.is_contiguous():
@@ -90,10 +91,14 @@ def add(
 ) -> None:
     """Add the gradients `parts` of n distinct latents to the gradients `wholes` of all latents, in place.
 
+    If W_dec has more columns than its part, the part belongs to the first columns.
+
     `parts` may have a narrower dtype. Entries with a latent index of −1 are skipped. The gradient of the centred input,
     `centred` [d_in], is already summed over tokens, and is subtracted from the gradient of the input bias, `input_bias`
     [d_in].
     """
+    if wholes.W_dec.shape[1] > parts.W_dec.shape[1]:
+        wholes = wholes._replace(W_dec=wholes.W_dec[:, : parts.W_dec.shape[1]])
     are_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in wholes)
     if are_plain and len(latents) and (triton := DEAD_LATENTS.on(latents, parts.W_enc.dtype)):
         triton.add(wholes, latents, parts, input_bias, centred)
