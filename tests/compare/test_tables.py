@@ -52,6 +52,24 @@ def test_the_best_is_the_lowest_or_highest_value_unless_all_are_equal(values, be
     assert best(values, better) == indices
 
 
+def test_layers_of_a_cross_layer_transcoder_are_not_ranked() -> None:
+    values = {2: 0.4, 3: 0.3}
+    layers = [
+        msgspec.structs.replace(sae(1, latest={"heldout_fvu": fvu}), member=f"layer={layer}")
+        for layer, fvu in values.items()
+    ]
+    seeds = [
+        msgspec.structs.replace(sae(1, latest={"heldout_fvu": fvu}), member=f"k={layer}")
+        for layer, fvu in values.items()
+    ]
+    of_layers, of_seeds = (
+        next(one for one in results(saes) if one.title == "held-out FVU") for saes in (layers, seeds)
+    )
+    assert of_layers.values == of_seeds.values == (0.4, 0.3)
+    assert (of_layers.best, of_layers.same) == (frozenset(), frozenset())
+    assert of_seeds.best == {1}
+
+
 def test_a_duration_is_shown_for_a_restarted_job_but_not_for_a_resumed_job() -> None:
     took = {"started": 100.0, "ended": 160.0}
     (line,) = [

@@ -8,7 +8,7 @@ import pytest
 from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members
+from trainer.contract.settings.job_file import members, parse_job
 from trainer.contract.settings.sources import DataShape
 
 MakeJob = Callable[..., JobConfig]
@@ -144,3 +144,11 @@ def test_auto_chooses_a_precision_that_is_fast_on_the_device(
 ) -> None:
     work = Workload(make_job(train={"precision": asked}), 1, SHAPE, name)
     assert (work.precision, work.product_bytes) == (precision, n_bytes)
+
+
+def test_layers_that_share_their_errors_are_not_trained_in_fp16() -> None:
+    sae = {"cross_layer": True, "architecture": "batch_topk"}
+    job, problems = parse_job({"data": {"path": "x", "hook": ["mlp.0", "mlp.1"]}, "sae": sae})
+    assert job is not None, problems
+    work = Workload(job, 1, DataShape(16, 16, 1000), "Tesla T4")
+    assert (work.precision, work.product_bytes) == ("fp32", 4)

@@ -28,6 +28,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.evaluation.cross_layer import ExportedLayers, StoredLayers
 from trainer.evaluation.evaluate_folder import cards_in
+from trainer.evaluation.evaluate_run import evaluations_of
 from trainer.evaluation.spliced import SplicedModel
 from trainer.training.export_set import export_set
 from trainer.training.hub_card import hub_card
@@ -86,6 +87,29 @@ def test_each_layer_has_a_report_card_with_the_fvu_of_its_own_target(finished: P
         # Thresholds are fitted on the other half of the held-out rows in both measurements.
         assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=2e-3)
         assert card.figures.l0 == pytest.approx(stated["heldout_l0"], rel=2e-3)
+
+
+@pytest.mark.parametrize("is_cross_layer", [True, False])
+def test_an_evaluation_measures_the_averaged_weights_that_are_exported(
+    is_cross_layer: bool, make_job: Callable[..., JobConfig], start_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_layers(tmp_path / "rows")
+    data = {"path": str(tmp_path / "rows"), "hook": "mlp.2-4"}
+    sae = SAE | {"cross_layer": is_cross_layer}
+    ranks = start_ranks(make_job(data=data, sae=sae, train={"n_steps": 60, "optimizer": "signum"}), 1)
+    assert ranks.wait() == [EXIT_FINISHED]
+    run_dir = Path(ranks.spec.run_dir)
+    for evaluation in evaluations_of(run_dir, CPU):
+        (card,) = evaluation.cards
+        stated = json.loads((run_dir / "sae" / card.label / "cfg.json").read_text())["metadata"]
+        assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=1e-3)
+
+
+def test_a_layer_is_evaluated_although_a_later_one_is_missing(finished: Path) -> None:
+    (finished / "sae" / LABELS[2] / "sae_weights.safetensors").unlink()
+    (one,) = cards_in(finished / "sae" / LABELS[1], CPU)
+    assert one.card.figures.layer is not None
+    assert one.card.figures.layer.layer == 1
 
 
 def test_the_share_from_earlier_layers_is_that_of_what_their_latents_write(finished: Path) -> None:

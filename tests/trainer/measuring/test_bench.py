@@ -118,6 +118,14 @@ def test_the_floor_is_the_larger_of_the_matmul_and_memory_traffic_times_of_all_s
     assert figures["floor_ms"] == max(figures["encoder_product_ms"], figures["traffic_ms"])
 
 
+def test_the_layers_of_a_cross_layer_transcoder_are_measured_together(make_job: MakeJob, single: Parallel) -> None:
+    job = make_job(data={"hook": "mlp.0-2"}, sae={"cross_layer": True, "architecture": "batch_topk"})
+    steps = RepeatedStep(job, 16, 16, single)
+    steps.take(1)
+    assert [tuple(one.sae.W_dec.shape) for one in steps.learners] == [(64, 48), (64, 32), (64, 16)]
+    assert all(one.sae.written_before is None for one in steps.learners)
+
+
 def test_without_a_job_file_the_default_sae_is_measured_at_a_common_width() -> None:
     job, (d_in, d_out, *_) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
     assert d_out is None

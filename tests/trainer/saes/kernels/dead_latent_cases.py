@@ -132,7 +132,7 @@ def test_rows_are_copied_in_the_matmul_dtype(widths: tuple[int, int], dtype: tor
         narrow_copy.keep(W_enc)
         narrow_copy.keep(W_dec)
     latents = torch.tensor([8, 0, -1, 3, 5, -1], device=DEVICE)
-    rows = dead_latents.rows(W_enc, W_dec, latents, dtype).weights
+    rows = dead_latents.rows(W_enc, W_dec, latents, dtype, widths[1]).weights
     tolerance = {"rtol": 0 if has_copy else torch.finfo(dtype).eps, "atol": 0}
     for found, whole in ((rows.W_enc, W_enc.detach().T), (rows.W_dec, W_dec.detach())):
         expected = whole[latents].to(dtype)
