@@ -18,7 +18,7 @@ from trainer.evaluation.figures import Levels, Refinement
 from trainer.saes.kernels.sparse import decode
 from trainer.saes.refinement import refined
 from trainer.saes.sparse_acts import Acts, DenseActs
-from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, scales_in
+from trainer.sharing.base import NOTHING_GIVEN, OF_RANKED, Given, SharedSae, scales_in
 from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
 
@@ -47,7 +47,10 @@ class ExportedSae:
         """In the `with` block, use the threshold for one half of the held-out rows, which was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
-            self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
+            # With rank norms, the thresholds differ by latent, but all by the same factor between the halves.
+            ranked = self.metadata.get(OF_RANKED)
+            one = whole / ranked if isinstance(ranked, int | float) and ranked > 0 else torch.ones_like(whole)
+            self._weights["threshold"] = one * self._of_halves[half]
         try:
             yield
         finally:

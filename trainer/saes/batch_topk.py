@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer.contract.settings.architectures import BatchTopKSettings, MatryoshkaSettings
 from trainer.saes.auxk import Explained
 from trainer.saes.base import Output, SaeSpec
+from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, above
 from trainer.saes.kernels.top_k_across_ranks import k_per_batch
@@ -44,12 +45,33 @@ class BatchTopK(TopK):
         # The thresholds are negative until they are set.
         self.register_buffer("set_thresholds", torch.full((3,), UNSET))
         self.register_load_state_dict_pre_hook(_without_set_thresholds)  # type: ignore[no-untyped-call]
+        self._widths: tuple[int, ...] = ()
 
     def _encode_latents(self, centred: Tensor) -> Acts:
         choose = self._largest if self.training else self._above_threshold
-        pre_acts = self.encode_centred(centred, choose)
+        norms = self.rank_norms()
+        if norms is None:
+            pre_acts = self.encode_centred(centred, choose)
+        else:
+            weights = self.W_enc * norms, self.b_enc * norms
+            pre_acts = encode(centred, *weights, self.input_bias, choose)
         active = pre_acts.values.relu()
-        return pre_acts.with_values(active if self.training else active * (active > self.cut))
+        acts = pre_acts.with_values(active if self.training else active * (active > self.cut))
+        return acts if norms is None else acts.with_values(acts.values / acts.at(norms))
+
+    @torch.no_grad()
+    def rank_norms(self) -> Tensor | None:
+        """Return the factors [d_sae] that activations are multiplied with to rank them; None if all are 1.
+
+        The decoder rows of a crosscoder have unit norm, but the sum of the norms of their parts is larger if several
+        parts share the latent.
+        """
+        if self.part_widths is None or getattr(self.settings, "rank_by", "sae") == "sae":
+            return None
+        # Read the widths once, since reading them from a GPU would make the host wait in every step.
+        self._widths = self._widths or tuple(self.part_widths.tolist())
+        parts = self.W_dec.split(self._widths, dim=1)
+        return torch.stack([part.norm(dim=1) for part in parts]).sum(0)
 
     def _largest(self, pre_acts: PreActs) -> Chosen:
         return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.peers, may_wait=not self.W_enc.is_cuda)
@@ -65,14 +87,17 @@ class BatchTopK(TopK):
 
     @torch.no_grad()
     def pre_acts_of(self, x: Tensor) -> Tensor:
-        """Return the pre-activations [n_tokens, n_own] of normalised x [n_tokens, d_in]."""
-        return self.encode(x, lambda _: None).values
+        """Return the values [n_tokens, n_own] that the threshold applies to, for normalised x [n_tokens, d_in]."""
+        pre_acts, norms = self.encode(x, lambda _: None).values, self.rank_norms()
+        return pre_acts if norms is None else pre_acts * norms
 
     def _score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
         output = super()._score(explained, acts, x_hat, errors)
         if not self.training:
             return output
-        smallest = self.peers.gather(_smallest_active(acts.values.detach())).amin()
+        norms = self.rank_norms()
+        ranked = acts.values.detach() if norms is None else acts.values.detach() * acts.at(norms)
+        smallest = self.peers.gather(_smallest_active(ranked)).amin()
         return output._replace(own_sums=(len(x_hat) * smallest.nan_to_num(0.0, posinf=0.0),))
 
     def learn_from(self, sums: Tensor) -> None:
@@ -88,7 +113,9 @@ class BatchTopK(TopK):
         return {"architecture": self.saelens_name("jumprelu")}
 
     def export_weights(self) -> dict[str, Tensor]:
+        norms = self.rank_norms()
         threshold = (self.cut / self.acts_scale).expand(self.d_sae)
+        threshold = threshold if norms is None else threshold / norms
         return super().export_weights() | {"threshold": threshold}
 
 

@@ -30,6 +30,8 @@ from trainer.sharing.parts import PARTS, Part, parts_in, parts_of, scales_of_par
 SCALES = "dimension_scales"
 # The metadata key for the share of held-out rows with fewer than k positive pre-activations, for a TopK SAE.
 BELOW_K = "heldout_rows_below_k"
+# The metadata key for the threshold of activations times their rank norms, if the threshold differs between latents.
+OF_RANKED = "threshold_of_ranked"
 # The metadata key for the place of a layer in a cross-layer transcoder.
 CROSS_LAYER = "cross_layer"
 # The model card that `eval` writes next to the weights, and its first line.

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.wording import join_words
-from trainer.sharing.base import Format, SharedSae, forget_card
+from trainer.sharing.base import OF_RANKED, SCALES, Format, SharedSae, forget_card
 
 CONFIG, WEIGHTS, TRAINER = "config.json", "model.safetensors", "trainer_config.json"
 _CLASS = "BatchTopKCrossCoder"
-# The threshold is compared with activations times a norm of their decoder rows. Our threshold applies to the
-# activations themselves, and the rows do not have unit norm if a dimension has its own scale.
-_NORMALISATION, _ITS_ID = "NONE", 4
+# The threshold is compared with activations times a norm of their decoder rows; each kind of norm has a name and a
+# number. Our threshold applies to the activations themselves, unless they are ranked by the sum of the norms of their
+# parts. The rows do not have unit norm if a dimension has its own scale.
+_PLAIN, _SUMMED = ("NONE", 4), ("CROSSCODER", 1)
 # The class adds this to a part's scale before it divides by it.
 _ADDED = 1e-8
 
@@ -39,7 +40,10 @@ class DiffingToolkit(Format):
             words = join_words([str(width) for width in widths])
             return f"the diffing toolkit needs parts of one width, but these have {words}; use --format saelens"
         threshold = sae.weights.get("threshold")
-        if sae.form != "jumprelu" or threshold is None or (threshold != threshold[0]).any() or sae.k is None:
+        if OF_RANKED in sae.metadata and SCALES in sae.metadata:
+            return "the diffing toolkit would rank latents by other norms, since some dimensions have their own scale"
+        is_one = threshold is not None and (OF_RANKED in sae.metadata or not (threshold != threshold[0]).any())
+        if sae.form != "jumprelu" or not is_one or sae.k is None:
             return (
                 f"{_CLASS} has a k and one threshold; train with sae.architecture = batch_topk, or use another format"
             )
@@ -75,14 +79,20 @@ def _tensors(sae: SharedSae) -> dict[str, Tensor]:
         "encoder.bias": sae.weights["b_enc"],
         "decoder.weight": decoder.float(),
         "decoder.bias": torch.zeros(n_parts, width),
-        "code_normalization_id": torch.tensor(_ITS_ID),
+        "code_normalization_id": torch.tensor(_normalisation(sae)[1]),
         "k": torch.tensor(sae.k, dtype=torch.int),
-        "threshold": sae.weights["threshold"][0].float(),
+        "threshold": torch.tensor(sae.metadata[OF_RANKED]).float()
+        if OF_RANKED in sae.metadata
+        else sae.weights["threshold"][0].float(),
         "target_rms": torch.tensor(1.0),
         "activation_mean": sae.weights["b_dec"].reshape(n_parts, width),
         "activation_std": std[:, None].repeat(1, width),
         "activation_global_scale": scales,
     }
+
+
+def _normalisation(sae: SharedSae) -> tuple[str, int]:
+    return _SUMMED if OF_RANKED in sae.metadata else _PLAIN
 
 
 def _config(sae: SharedSae) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def _config(sae: SharedSae) -> dict[str, Any]:
         "activation_dim": sae.parts[0].width,
         "activation_mean": None,
         "activation_std": None,
-        "code_normalization": _NORMALISATION,
+        "code_normalization": _normalisation(sae)[0],
         "dict_class": _CLASS,
         "dict_size": sae.d_sae,
         "k": sae.k,
@@ -108,7 +118,7 @@ def _trainer(sae: SharedSae) -> dict[str, Any]:
             "activation_dim": sae.parts[0].width,
             "dict_size": sae.d_sae,
             "k": sae.k,
-            "code_normalization": _NORMALISATION,
+            "code_normalization": _normalisation(sae)[0],
             "layer": sae.metadata.get("hook_layer"),
             "lm_name": sae.metadata.get("model_name"),
             "submodule_name": sae.metadata.get("hook_name"),

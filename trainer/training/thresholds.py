@@ -18,6 +18,7 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.group import sum_of
 from trainer.saes.base import Sae
 from trainer.saes.batch_topk import UNSET, BatchTopK
+from trainer.sharing.base import OF_RANKED
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
@@ -102,6 +103,7 @@ def threshold_facts(sae: Sae) -> dict[str, Any]:
     if not isinstance(sae, BatchTopK):
         return {}
     whole, *halves = (sae.set_thresholds / sae.acts_scale).tolist()
+    ranked = {} if sae.rank_norms() is None else {OF_RANKED: float(sae.cut / sae.acts_scale)}
     if whole < 0:
-        return {SET_ON: "training rows"}
-    return {SET_ON: "held-out rows", OF_HALVES: [whole if one < 0 else one for one in halves]}
+        return {SET_ON: "training rows"} | ranked
+    return {SET_ON: "held-out rows", OF_HALVES: [whole if one < 0 else one for one in halves]} | ranked

@@ -77,6 +77,8 @@ OF_THEIR_OWN = {
     "launch.gpus": GPUS,
     "train.mirror": MIRROR_CHOICES,
     "data.hook": HOOKS,
+    # Only crosscoders have parts.
+    "sae.rank_by": st.just("sae"),
     # A cross-layer transcoder needs several hooks.
     "sae.cross_layer": st.just(False),
     # `random_twin` is shorthand for a sweep over sae.freeze.
@@ -437,3 +439,10 @@ for _ in range(400):
 """
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_a_crosscoder_ranks_by_the_norms_of_its_parts() -> None:
+    sae = {"architecture": "batch_topk", "rank_by": "crosscoder"}
+    assert parse_job({"data": {"path": "x", "hook": "resid_post.1+2"}, "sae": sae})[1] == []
+    _, (problem,) = parse_job({"data": {"path": "x", "hook": "resid_post.1"}, "sae": sae})
+    assert str(problem) == "sae.rank_by: only a crosscoder has parts to sum over; leave it out"

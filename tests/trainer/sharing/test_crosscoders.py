@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,9 +24,11 @@ from trainer.contract.settings.catalog import FORMATS
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.evaluation.exported import ExportedSae
 from trainer.saes.base import Sae
+from trainer.saes.batch_topk import BatchTopK
 from trainer.sharing.base import SCALES, SharedSae, scales_in, shared_form
 from trainer.sharing.parts import PARTS
 from trainer.sharing.saelens import SaeLens, origin
+from trainer.training.thresholds import threshold_facts
 
 WIDTHS, K = (16, 16), 4
 HOOKS = ("resid_post.1", "resid_post.2")
@@ -104,8 +108,11 @@ def toolkit(folder: Path, x: Tensor) -> tuple[Tensor, Tensor]:
     own = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())
     assert {type(one) for one in (config["k"], config["num_layers"], config["dict_size"])} == {int}
-    assert config["code_normalization"] == "NONE"
-    assert int(own["code_normalization_id"]) == 4
+    kinds = {"CROSSCODER": 1, "NONE": 4}
+    assert kinds[config["code_normalization"]] == int(own["code_normalization_id"])
+    norms = torch.ones(config["dict_size"]).double()
+    if config["code_normalization"] == "CROSSCODER":
+        norms = own["decoder.weight"].norm(dim=2).sum(dim=0)
     acts, x_hat = torch.zeros(len(x), config["dict_size"]).double(), torch.zeros_like(x).double()
     scales = own["activation_global_scale"]
     of_std = own["target_rms"] / (own["activation_std"].square().sum(dim=-1) + 1e-8).sqrt()
@@ -114,7 +121,7 @@ def toolkit(folder: Path, x: Tensor) -> tuple[Tensor, Tensor]:
         pre_acts = own["encoder.bias"].clone()
         for part, values in enumerate(row):
             pre_acts += ((values - own["activation_mean"][part]) * scales[part]) @ own["encoder.weight"][part]
-        acts[token] = torch.where(pre_acts.relu() > own["threshold"], pre_acts.relu(), 0)
+        acts[token] = torch.where(pre_acts.relu() * norms > own["threshold"], pre_acts.relu(), 0)
         for part in range(config["num_layers"]):
             decoded = acts[token] @ own["decoder.weight"][part] + own["decoder.bias"][part]
             x_hat[token, part] = decoded / (scales[part] + 1e-8) + own["activation_mean"][part]
@@ -145,6 +152,66 @@ def test_the_diffing_toolkit_computes_the_same_results_as_the_trainer(
     trainer = json.loads((tmp_path / "sae" / "trainer_config.json").read_text())
     assert trainer["trainer"]["dict_class"] == "BatchTopKCrossCoder"
     assert [part["width"] for part in trainer["metadata"][PARTS]] == [16, 16, 16]
+
+
+@torch.no_grad()
+def ranked_by_parts(heavy: tuple[int, ...] = ()) -> Sae:
+    """Create a crosscoder that ranks activations times the sum of the norms of their decoder rows' parts."""
+    sae = crosscoder(widths=(16, 16, 16), heavy=heavy)
+    sae.settings = msgspec.structs.replace(sae.settings, rank_by="crosscoder")
+    # Latents that write in one part alone have a sum of 1, and those that write equally in three parts √3.
+    sae.W_dec[:20, 16:] = 0
+    sae.normalise_decoder()
+    assert isinstance(sae, BatchTopK)
+    sae.set_thresholds.copy_(torch.tensor([2.0, 2.2, 1.8]))
+    return sae
+
+
+@torch.no_grad()
+def test_the_diffing_toolkit_ranks_by_the_sum_of_norms_as_the_trainer_does(tmp_path: Path) -> None:
+    sae = ranked_by_parts()
+    x = rows_for(sae)
+    output = sae(x * sae.x_scale, x * sae.x_scale)
+    form, found = FORMATS["diffing-toolkit"].load()(), shared(sae, **threshold_facts(sae))
+    assert form.refusal(found) is None
+    form.write(found, tmp_path / "sae")
+    acts, _ = toolkit(tmp_path / "sae", x.unflatten(1, (3, 16)))
+    assert torch.equal(acts > 0, output.acts.dense() > 0)
+    assert 1 < (acts > 0).sum(dim=1).float().mean() < 40
+    heavy = ranked_by_parts(heavy=(3,))
+    assert "would rank latents by other norms" in form.refusal(shared(heavy, **threshold_facts(heavy)))
+
+
+@torch.no_grad()
+def test_an_export_ranked_by_the_sum_of_norms_has_a_threshold_for_each_latent_and_half() -> None:
+    sae = ranked_by_parts()
+    x = rows_for(sae)
+    exported = ExportedSae(shared(sae, **threshold_facts(sae)), torch.device("cpu"))
+    for half in (None, 0, 1):
+        context = contextlib.nullcontext() if half is None else sae.measuring_half(half)
+        of_exported = contextlib.nullcontext() if half is None else exported.measuring_half(half)
+        with context, of_exported:
+            own, theirs = sae(x * sae.x_scale, x * sae.x_scale).acts.dense(), exported.encode(x).values
+        assert torch.equal(own > 0, theirs > 0)
+
+
+def test_training_keeps_the_largest_activations_times_their_norms() -> None:
+    sae = ranked_by_parts().train()
+    sae.k_now, sae.batch_tokens = 4.0, 50
+    x = torch.randn(50, 48)
+    norms = sum(part.norm(dim=1) for part in sae.W_dec.detach().split(16, dim=1))
+    pre_acts = (x - sae.b_dec.detach()) @ sae.W_enc.detach() + sae.b_enc.detach()
+    least = (pre_acts * norms).flatten().topk(4 * 50).values[-1]
+    W_enc, b_dec = (one.detach().double().requires_grad_() for one in (sae.W_enc, sae.b_dec))
+    acts = ((x - b_dec) @ W_enc + sae.b_enc.detach().double()) * (pre_acts * norms >= least)
+    (acts @ sae.W_dec.detach().double() + b_dec - x).square().sum().backward()
+    output = sae(x, x)
+    assert torch.equal(output.acts.dense() > 0, (acts > 0) & (pre_acts > 0))
+    output.losses["mse"].backward()
+    torch.testing.assert_close(sae.W_enc.grad.double(), W_enc.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(sae.b_dec.grad.double(), b_dec.grad, rtol=1e-4, atol=1e-3)
+    # The largest values differ from the largest activations, so the test can fail.
+    assert not torch.equal(pre_acts * norms >= least, pre_acts >= pre_acts.flatten().topk(4 * 50).values[-1])
 
 
 @pytest.mark.parametrize(

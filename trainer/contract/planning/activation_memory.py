@@ -227,13 +227,17 @@ class _SparseArchitecture(_StepSizes):
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0
         own_entries = of_rank / (1 if work.device == "cuda" else min(self.sharing, 2))
         self.entries = self.spare + 32 * own_entries
+        # The scaled copy of the encoder, and its gradient.
+        is_scaled = getattr(sae.settings, "rank_by", "sae") == "crosscoder"
+        self.scaled = 8 * self.n_own * self.d_in * is_scaled
         # If entries are grouped by level, their tokens are stored a second time, also in the order of the latents.
         self.regrouped = 16 * own_entries * (self.n_prefixes > 0)
 
     def peak(self) -> float:
         of_auxk = self.agree(), self.score(), self.explain_backward(), self.backward()
         of_shared = (self.decode_backward(),) if self.sharing > 1 else ()
-        return max(self.encode(), self.nest(), *(of_auxk if self.n_aux else (self.plain(),)), *of_shared)
+        phases = *(of_auxk if self.n_aux else (self.plain(),)), *of_shared
+        return self.scaled + max(self.encode(), self.nest(), *phases)
 
     def encode(self) -> float:
         product = self.product * self.n_tokens * self.n_own

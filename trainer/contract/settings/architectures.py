@@ -134,6 +134,14 @@ class BatchTopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     threshold_rate: ThresholdRate = 0.2
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
+    rank_by: Annotated[
+        Literal["sae", "crosscoder"],
+        about(
+            "Ranks a crosscoder's activations times the norm of the whole decoder row (sae), or times the sum of its"
+            " parts' norms (crosscoder; favours shared latents).",
+            advanced=True,
+        ),
+    ] = "sae"
 
 
 class MatryoshkaSettings(_SelectsTopK, ArchitectureSettings, frozen=True):

@@ -545,6 +545,12 @@ def _conflicts_of_layers(sections: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def _conflicts_of_parts(data: DataSettings | None, sae: SaeSettings | None) -> list[Problem]:
+    if data is None or sae is None or data.n_parts > 1 or getattr(sae.settings, "rank_by", "sae") == "sae":
+        return []
+    return [Problem("sae.rank_by", "only a crosscoder has parts to sum over; leave it out")]
+
+
 class JobConfig(AnyJob, frozen=True, kw_only=True):
     """A complete training job, with all defaults filled in."""
 
@@ -572,6 +578,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         """Report settings that exclude each other, and a stream for which no run length is set."""
         problems = [*_conflicts_of_freeze(sections["sae"], sections["train"]), *_conflicts_of_layers(sections)]
         data = sections["data"]
+        problems += _conflicts_of_parts(data, sections["sae"])
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
             return problems
