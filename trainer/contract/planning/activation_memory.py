@@ -236,8 +236,8 @@ class _SparseArchitecture(_StepSizes):
     def peak(self) -> float:
         of_auxk = self.agree(), self.score(), self.explain_backward(), self.backward()
         of_shared = (self.decode_backward(),) if self.sharing > 1 else ()
-        phases = *(of_auxk if self.n_aux else (self.plain(),)), *of_shared
-        return self.scaled + max(self.encode(), self.nest(), *phases)
+        peak: float = max(self.encode(), self.nest(), *(of_auxk if self.n_aux else (self.plain(),)), *of_shared)
+        return self.scaled + peak
 
     def encode(self) -> float:
         product = self.product * self.n_tokens * self.n_own
