@@ -37,7 +37,7 @@ _EXPANSION = 8.0
 # The flags that set these settings.
 _FLAGS = {
     "data.hook": "--hook", "data.text": "--text", "data.dataset": "--dataset", "sae.k": "--k", "sae.d_sae": "--d-sae",
-    "train.n_tokens": "--tokens", "name": "--name",
+    "train.n_tokens": "--tokens", "name": "--name", "data.model": "MODEL", "data.revision": "MODEL",
 }  # fmt: skip
 # The group of the figures of a crosscoder's parts on a report card.
 _PARTS = "parts"
@@ -71,7 +71,10 @@ def diff(context: CommandContext, flags: argparse.Namespace) -> int:
 
 def diff_job(flags: argparse.Namespace) -> JobConfig:
     """Return the job that trains the crosscoder; raise `JobFileError` with all problems in the flags."""
-    data: dict[str, Any] = {"source": "model", "model": [flags.model_a, flags.model_b], "hook": flags.hook}
+    versions = [_model_and_revision(model) for model in (flags.model_a, flags.model_b)]
+    data: dict[str, Any] = {"source": "model", "model": [model for model, _ in versions], "hook": flags.hook}
+    if any(revisions := [revision for _, revision in versions]):
+        data["revision"] = [revision or "main" for revision in revisions]
     data["text" if flags.text else "dataset"] = flags.text or flags.dataset
     sae: dict[str, Any] = {"architecture": "batch_topk", "k": flags.k}
     sae |= {"d_sae": flags.d_sae} if flags.d_sae else {"expansion_factor": _EXPANSION}
@@ -93,6 +96,12 @@ def diff_job(flags: argparse.Namespace) -> JobConfig:
 
 def _short(model: str) -> str:
     return Path(model).name or model
+
+
+def _model_and_revision(given: str) -> tuple[str, str]:
+    """Split MODEL@REVISION; the path of a local model may contain an @."""
+    model, _, revision = (given, "", "") if os.path.exists(os.path.expanduser(given)) else given.partition("@")
+    return model, revision
 
 
 def _tokens_in(text: str | None) -> int:

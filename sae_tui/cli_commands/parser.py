@@ -440,7 +440,7 @@ def _add_job_file_commands(add: Add) -> None:
 def _add_diff(add: Add) -> None:
     compare = add("diff", "diff.diff", "Train a crosscoder on two language models, and show what only one of them has")
     for name, which in (("model_a", "the first model, A"), ("model_b", "the second model, B, with the same tokenizer")):
-        model = f"{which}: a folder, a name on the hub, or a .gguf file"
+        model = f"{which}: a folder, a name on the hub (or NAME@REVISION), or a .gguf file"
         compare.add_argument(name, metavar=name.upper(), help=model)
     where = "hook at which both models are read, like resid_post.12; several layers: resid_post.8+12"
     compare.add_argument("--hook", required=True, metavar="HOOK", help=where)

@@ -60,7 +60,7 @@ class ModelStream(StreamSource):
         hook, target = map(parse_hook, ends_of(settings.hook))
         self.meta = {
             "model_name": settings.models[0],
-            "model_revision": settings.revision,
+            "model_revision": settings.revisions[0],
             "hook_name": hook.transformer_lens or hook.name,
             "hook": hook.name,
             "context_size": settings.context,
@@ -98,9 +98,10 @@ class ModelStream(StreamSource):
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
-        of_models: dict[str, list[ModelStream]] = {}
+        of_models: dict[tuple[str, str | None], list[ModelStream]] = {}
         for part in self._parts:
-            of_models.setdefault(part._settings.models[0], []).append(part)
+            version = part._settings.models[0], part._settings.revisions[0]
+            of_models.setdefault(version, []).append(part)
         jobs = [job_of_stream(parts[0]._settings, _hooks_of(parts)) for parts in of_models.values()]
         on_devices = [load_alike(jobs, one) for one in self.own_devices or [device]]
         self._model, self._job = on_devices[0][0], jobs[0]
@@ -308,7 +309,7 @@ def load_alike(jobs: Sequence[ExtractJob], device: torch.device) -> list[Languag
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:
     """Return the extraction job that would store a stream's rows; its `output` is an empty string."""
     return ExtractJob(
-        model=Model(settings.models[0], hooks, settings.revision, settings.dtype, settings.remote_code),
+        model=Model(settings.models[0], hooks, settings.revisions[0], settings.dtype, settings.remote_code),
         text=TextSettings(
             settings.text, settings.dataset, settings.subset, settings.split, settings.column, settings.context
         ),

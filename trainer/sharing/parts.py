@@ -58,7 +58,8 @@ def parts_in(metadata: Mapping[str, Any], d_in: int) -> tuple[Part, ...]:
 def origins_of_parts(metas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return each part's name, model and hook, given the contents of the parts' meta.json files.
 
-    A part's name is its hook if the parts have different hooks, its model if they have different models, or both.
+    A part's name is its hook if the parts have different hooks, its model if they have different models, or both. If
+    the parts have several revisions of a model, each model's name includes its revision.
     """
     facts = [
         {
@@ -70,6 +71,9 @@ def origins_of_parts(metas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     ]
     hooks = [str(meta.get("hook", meta.get("hook_name", ""))) for meta in metas]
     models = [Path(str(one["model_name"] or "")).name for one in facts]
+    versions = [f"{model}@{meta.get('model_revision') or 'main'}" for model, meta in zip(models, metas, strict=True)]
+    if len({*versions}) > len({*models}):
+        models = versions
     telling = [names for names in (models, hooks) if len({*names}) > 1]
     names = [" ".join(filter(None, words)) for words in zip(*telling, strict=True)] if telling else [""] * len(metas)
     return [

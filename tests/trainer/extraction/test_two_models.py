@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,10 @@ def test_a_token_that_only_one_model_marks_as_special_is_left_out(tiny, edited, 
     ("changes", "sentence"),
     [
         ({"model": ["A", "A"]}, "names .* twice; name different models"),
+        ({"model": "A", "revision": []}, "data.revision: is an empty list; name a revision"),
+        ({"model": ["A", "B"], "revision": ["main"]}, "data.revision: lists 1 revision of 2 models; list one for"),
+        ({"model": "A", "revision": ["a", "b"]}, "data.revision: names .* twice; name different models"),
+        ({"model": "ada/tiny", "revision": ["a", "a"]}, "data.revision: names ada/tiny@a twice"),
         ({"model": []}, "data.model: is an empty list; name a language model"),
         ({"model": ["A", "/nowhere"]}, "data.model: there is nothing at /nowhere"),
         ({"hook": "mlp.1"}, "data.hook: mlp.1 stands for a transcoder, but the parts form a crosscoder"),
@@ -173,10 +178,53 @@ def test_two_models_that_cannot_be_joined_are_refused(
     changes: dict[str, Any], sentence: str, tiny, edited, text: Path
 ) -> None:
     models = [tiny("gpt2"), edited(edit_row)]
-    if "model" in changes:
-        changes = {"model": [str(models[0]) if one == "A" else one for one in changes["model"]]}
+    if model := changes.get("model"):
+        named = {"A": str(models[0])}
+        changes = changes | {
+            "model": named.get(model, model) if isinstance(model, str) else [named.get(one, one) for one in model]
+        }
     with pytest.raises(JobFileError, match=sentence):
         job_from(table(models, text), **changes).data_shape()
+
+
+@pytest.fixture
+def cached_hub(tiny, edited, tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a hub cache that has two revisions of ada/tiny."""
+    kept = tmp_path / "hub" / "models--ada--tiny"
+    for revision, folder in (("step1", tiny("gpt2")), ("step2", edited(edit_row))):
+        shutil.copytree(folder, kept / "snapshots" / (commit := revision[-1] * 40))
+        (kept / "refs").mkdir(exist_ok=True)
+        (kept / "refs" / revision).write_text(commit)
+    return os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+
+
+def test_two_revisions_of_a_model_train_the_crosscoder_of_two_folders(
+    tiny, edited, text: Path, cached_hub, tmp_path: Path
+) -> None:
+    def weights(name: str, **data: Any) -> dict[str, Tensor]:
+        given = table([tiny("gpt2"), tmp_path / "edited"], text, n_steps=4)
+        (file := tmp_path / f"{name}.toml").write_text(tomli_w.dumps(given | {"data": given["data"] | data}))
+        run = [sys.executable, "-m", "trainer", "run", str(file), "--out", str(tmp_path / name)]
+        subprocess.run(run, cwd=ROOT, check=True, capture_output=True, env=cached_hub)
+        return load_file(tmp_path / name / "sae" / "sae_weights.safetensors")
+
+    of_revisions = weights("revisions", model="ada/tiny", revision=["step1", "step2"])
+    assert all(torch.equal(tensor, of_revisions[name]) for name, tensor in weights("folders").items())
+    facts = json.loads((tmp_path / "revisions" / "sae" / "cfg.json").read_text())
+    assert [part["name"] for part in facts["metadata"]["crosscoder_parts"]] == ["tiny@step1", "tiny@step2"]
+
+
+def test_diff_compares_two_revisions_by_name(text: Path, cached_hub) -> None:
+    def dry_run(*models: str) -> dict[str, Any]:
+        asked = [*models, "--hook", "resid_post.1", "--text", str(text), "--set", "data.context=32", "--dry-run"]
+        run = [sys.executable, "-m", "sae_tui", "diff", *asked]
+        return tomllib.loads(
+            subprocess.run(run, cwd=ROOT, check=True, capture_output=True, env=cached_hub, text=True).stdout
+        )
+
+    job = dry_run("ada/tiny@step1", "ada/tiny@step2")
+    assert job["data"]["model"] == ["ada/tiny", "ada/tiny"]
+    assert job["data"]["revision"] == ["step1", "step2"]
 
 
 def test_the_memory_estimate_includes_both_models(tiny, edited, text: Path) -> None:

@@ -19,7 +19,6 @@ from trainer.contract.settings.language import (
     Dtype,
     KeepSpecial,
     RemoteCode,
-    Revision,
     SkipFirst,
     Split,
     Subset,
@@ -64,7 +63,17 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     dataset: Dataset | None = None
     context: Context = 256
     d_in: Annotated[int, about("Width of a row; empty: from the model's files.", advanced=True, ge=1)] | None = None
-    revision: Revision | None = None
+    revision: (
+        Annotated[
+            str | list[str],
+            about(
+                "Branch, tag or commit on the hub; a list: one per model, or a crosscoder of them.",
+                wanted="a string or a list of strings",
+                advanced=True,
+            ),
+        ]
+        | None
+    ) = None
     dtype: Dtype = "auto"
     remote_code: RemoteCode = False
     subset: Subset | None = None
@@ -95,24 +104,39 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
 
     @property
     def models(self) -> list[str]:
-        """The language models, which all read the same tokens."""
-        return each(self.model)
+        """The language models, which all read the same tokens; a model is repeated if it has several revisions."""
+        models = each(self.model)
+        return models * len(self.revision) if isinstance(self.revision, list) and len(models) == 1 else models
+
+    @property
+    def revisions(self) -> list[str | None]:
+        """The revision of each model."""
+        return [*self.revision] if isinstance(self.revision, list) else [self.revision] * len(self.models)
 
     def parts(self) -> list[ModelSettings]:
-        hooks = parts_of(self.hook)
-        parts = [msgspec.structs.replace(self, model=one, hook=hook) for one in self.models for hook in hooks]
+        models, hooks = zip(self.models, self.revisions, strict=False), parts_of(self.hook)
+        parts = [
+            msgspec.structs.replace(self, model=model, revision=revision, hook=hook)
+            for model, revision in models
+            for hook in hooks
+        ]
         return parts or [self]  # `shape` reports an empty list
 
     def usual_hold_out(self) -> HoldOut:
         return "texts"
 
     def shape(self) -> DataShape:
-        if len(parts := self.parts()) == 1 and isinstance(self.model, list) and self.model:
+        if problems := self._check_models():
+            raise JobFileError(problems)
+        if len(parts := self.parts()) == 1 and isinstance(self.model, list):
             return parts[0].shape()
-        if len(parts) != 1 or not self.model:
-            if problems := problems_of_hooks([self.hook], "data.hook") or self._check_models():
+        if len(parts) != 1:
+            if problems := problems_of_hooks([self.hook], "data.hook") or self._check_joined_hook():
                 raise JobFileError(problems)
-            return joined_shape({f"{part.hook} of {part.model}": part.shape() for part in parts}, "data.hook")
+            return joined_shape(
+                {f"{part.hook} of {with_revision(part.models[0], part.revisions[0])}": part.shape() for part in parts},
+                "data.hook",
+            )
         problems = [*self._check_hook(), *self._check_text(), *self._check_model()]
         width = self.d_in or (self._size.width if self._size else 0)
         if not width or (self.d_in is None and not problems and self._last_hook.path):
@@ -165,7 +189,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     @property
     def _sizes(self) -> list[ModelSize]:
         """The sizes of the models whose files are on this machine."""
-        sizes = [model_size(model, self.revision) for model in self.models]
+        sizes = [model_size(*one) for one in zip(self.models, self.revisions, strict=False)]
         return [size for size in sizes if size]
 
     @property
@@ -173,14 +197,25 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return next(iter(self._sizes), None)
 
     def _check_models(self) -> list[Problem]:
-        if not self.models:
+        if not each(self.model):
             return [Problem("data.model", "is an empty list; name a language model")]
-        places = [os.path.realpath(model) for model in self.models]
-        if twice := next(
-            (model for model, one in zip(self.models, places, strict=True) if places.count(one) > 1), None
-        ):
-            return [Problem("data.model", f"names {twice} twice; name different models")]
-        return check_joined_hook(self.hook) if len(places) > 1 else []
+        if not self.models:
+            return [Problem("data.revision", "is an empty list; name a revision, or leave it out")]
+        if len(self.revisions) != len(self.models):
+            counts = f"lists {plural(len(self.revisions), 'revision')} of {plural(len(self.models), 'model')}"
+            return [Problem("data.revision", f'{counts}; list one for each model, such as "main"')]
+        seen: set[tuple[str, str | None]] = set()
+        for model, revision in zip(self.models, self.revisions, strict=True):
+            version = (os.path.realpath(model), None) if os.path.exists(model) else (model, revision)
+            if version in seen:
+                where = f"data.{'revision' if isinstance(self.revision, list) else 'model'}"
+                why = "name different models, or different revisions of a model on the hub"
+                return [Problem(where, f"names {with_revision(model, version[1])} twice; {why}")]
+            seen.add(version)
+        return []
+
+    def _check_joined_hook(self) -> list[Problem]:
+        return check_joined_hook(self.hook) if len(self.models) > 1 else []
 
     def _check_hook(self) -> list[Problem]:
         if problems := problems_of_hooks([self.hook], "data.hook"):
@@ -212,3 +247,8 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         if not is_installed("transformers"):
             return [Problem("data.model", f"reading a language model needs `{install('hf')}`")]
         return []
+
+
+def with_revision(model: str, revision: str | None) -> str:
+    """Return a model's name with its revision, such as EleutherAI/pythia-160m@step1000."""
+    return f"{model}@{revision}" if revision else model
