@@ -202,7 +202,7 @@ class _Hooks:
         if source.part_widths:
             raise UserError("--model: a crosscoder reconstructs several hooks or models at once; leave --model out")
         stage(LOADING)
-        extraction = self._extraction(hook)
+        extraction = self._extraction([hook])
         at = hook_of_data(extraction, source.meta)
         target = {"hook_name": source.meta.get("hook_name_out")}
         hook_out = None if source.d_out is None else hook_of_data(extraction, target)
@@ -217,14 +217,15 @@ class _Hooks:
 
     def _load_with_all_mlps(self) -> SplicedModel:
         stage(LOADING)
-        extraction = self._extraction(0)
-        (first, last), *others = [self._ends(extraction, hook) for hook in range(len(self._settings))]
+        numbers = range(len(self._settings))
+        extraction = self._extraction(numbers)
+        (first, last), *others = [self._ends(extraction, number) for number in numbers]
         has_sets = bool(self._sets)
         return SplicedModel(extraction, first, self._device, last, others=others, only_reads=has_sets)
 
-    def _extraction(self, hook: int) -> ExtractJob:
+    def _extraction(self, hooks: Sequence[int]) -> ExtractJob:
         if self._model == "auto":
-            return _extraction_of(self._settings[hook])
+            return _extraction_of([self._settings[hook] for hook in hooks])
         return load_as(ExtractJob, str(self._model))
 
     def _ends(self, extraction: ExtractJob, hook: int) -> tuple[str, str]:
@@ -331,11 +332,15 @@ def _counted(texts: Iterable[TokenRows]) -> Iterator[TokenRows]:
         advance(len(text.x))
 
 
-def _extraction_of(settings: SourceSettings) -> ExtractJob:
-    """Return the extraction that wrote the data or, for a streaming model, an extraction that would store its rows."""
-    if isinstance(settings, ModelSettings):
-        return job_of_stream(settings, [*dict.fromkeys(ends_of(settings.hook))])
-    if folder := folder_of(settings):
+def _extraction_of(hooks: Sequence[SourceSettings]) -> ExtractJob:
+    """Return the extraction that wrote the data or, for a streaming model, an extraction that would store its rows.
+
+    `hooks` contains the settings of one data section for one or several of its hooks.
+    """
+    if isinstance(first := hooks[0], ModelSettings):
+        ends = [end for one in hooks if isinstance(one, ModelSettings) for end in ends_of(one.hook)]
+        return job_of_stream(first, [*dict.fromkeys(ends)])
+    if folder := folder_of(first):
         return job_of_data(folder)
     raise UserError("--model: the data is not from one extraction; give an extraction's job file instead of auto")
 

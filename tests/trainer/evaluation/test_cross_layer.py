@@ -298,18 +298,28 @@ def replacing(mlps: list[Any], saes: list[Path]) -> list[Any]:
     return handles
 
 
-def test_a_cross_layer_transcoder_trains_on_rows_streamed_from_a_model(
-    gpt2: Path, start_ranks: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("is_cross_layer", [True, False], ids=["cross-layer", "one per layer"])
+def test_transcoders_of_all_layers_train_on_a_stream_and_replace_the_mlps_of_its_model(
+    is_cross_layer: bool, gpt2: Path, start_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "corpus.txt").write_text("\n\n".join(sentences(400)))
-    data = {"source": "model", "model": str(gpt2), "hook": "mlp", "text": str(tmp_path / "corpus.txt"), "context": 32}
+    data = {"source": "model", "model": str(gpt2), "text": str(tmp_path / "corpus.txt"), "context": 32}
+    data |= {"hook": "mlp" if is_cross_layer else ["mlp.0", "mlp.1", "mlp.2"]}
     train = {"batch_size": 64, "n_steps": 20, "report_card": False}
+    sae = SAE | {"cross_layer": is_cross_layer}
     job, problems = parse_job(
-        {"data": data | {"held_out_tokens": 200, "shuffle_tokens": 500}, "sae": SAE, "train": train}
+        {"data": data | {"held_out_tokens": 200, "shuffle_tokens": 500}, "sae": sae, "train": train}
     )
     assert job is not None, problems
     ranks = start_ranks(job, 1)
     assert ranks.wait() == [EXIT_FINISHED]
-    for label, n_targets in (("layer=0", 3), ("layer=1", 2), ("layer=2", 1)):
-        weights = load_file(ranks.spec.run_dir / "sae" / label / "sae_weights.safetensors")
+    folders = sorted((ranks.spec.run_dir / "sae").iterdir())
+    for folder, n_targets in zip(folders, (3, 2, 1) if is_cross_layer else (1, 1, 1), strict=True):
+        weights = load_file(folder / "sae_weights.safetensors")
         assert tuple(weights["W_dec"].shape) == (48, n_targets * D_IN)
+    assert main(["eval", str(ranks.spec.run_dir), "--device", "cpu", "--model", "auto", "--tokens", "200"]) == 0
+    for folder in folders:
+        card = read_card(folder)
+        assert card is not None
+        assert card.together is not None
+        assert card.together.n_replaced == 3
