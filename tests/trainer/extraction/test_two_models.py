@@ -212,6 +212,10 @@ def test_two_revisions_of_a_model_train_the_crosscoder_of_two_folders(
     assert all(torch.equal(tensor, of_revisions[name]) for name, tensor in weights("folders").items())
     facts = json.loads((tmp_path / "revisions" / "sae" / "cfg.json").read_text())
     assert [part["name"] for part in facts["metadata"]["crosscoder_parts"]] == ["tiny@step1", "tiny@step2"]
+    run = [sys.executable, "-m", "trainer", "eval", str(tmp_path / "revisions"), "--device", "cpu", "--json"]
+    told = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, env=cached_hub).stdout
+    (card,) = json.loads(told)["cards"]
+    assert [part["name"] for part in card["figures"]["crosscoder"]["parts"]] == ["step1", "step2"]
 
 
 def test_diff_compares_two_revisions_by_name(text: Path, cached_hub) -> None:

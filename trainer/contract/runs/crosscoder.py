@@ -27,7 +27,7 @@ MOST_NU_ERROR, MOST_NU_RECONSTRUCTION = 0.2, 0.5
 NORM_BINS = 20
 SHARED, OTHER = "shared", "other"
 # The settings that can differ between the parts, in the order in which they are named.
-_NAMED = ("model", "path", "hook")
+_NAMED = ("model", "revision", "path", "hook")
 
 
 class CrosscoderPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ def is_confirmed(shares: Sequence[float], nu_error: float, nu_reconstruction: fl
 def part_names(settings: SourceSettings) -> tuple[str, ...]:
     """Return the names of the parts that a crosscoder's rows are joined from: what differs between them; () if none."""
     parts = settings.parts()
-    values = [[str(getattr(part, name, "")) for part in parts] for name in _NAMED]
+    values = [[str(getattr(part, name, None) or "") for part in parts] for name in _NAMED]
     differing = [_without_common(of_parts) for of_parts in values if len({*of_parts}) > 1]
     return tuple(map(" ".join, zip(*differing, strict=True)))
 
