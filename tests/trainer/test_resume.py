@@ -35,6 +35,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
 from trainer.evaluation.evaluated_job import evaluated_job
+from trainer.sharing.base import BELOW_K
 from trainer.training.export_checkpoint import export_checkpoint
 
 MakeJob = Callable[..., JobConfig]
@@ -435,6 +436,8 @@ def test_a_run_that_has_lost_its_last_steps_resumes_to_the_same_result(
         assert torch.equal(tensor, exported[name]), name
     export_checkpoint(tmp_path / "run", tmp_path / "out", form="saelens", best=False, force=False)
     configs = [json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", tmp_path / "run" / "sae")]
+    # Only an export after training includes what the report card measured.
+    assert configs[0]["metadata"].pop(BELOW_K) == 0
     assert configs[0] == configs[1]
     again = read(tmp_path / "run" / "metrics.db")
     assert again["loss/0"] == history["loss/0"]
