@@ -125,7 +125,12 @@ class FieldHelp(Static):
         self._n_lines = 0
 
     def explain(self, row: SettingRow | None) -> None:
-        """Show this row's help or problem; keep the row in view, because the form gets shorter."""
+        """Show this row's help or problem; keep the row in view, because the form gets shorter.
+
+        Once the screen is closing, do nothing.
+        """
+        if self.parent is None:
+            return
         text = "" if row is None else row.explanation_in(self._width)
         if text == str(self.content):
             return

@@ -804,6 +804,15 @@ async def test_the_help_below_the_form_says_what_each_source_reads(make_app, siz
         assert len(wrap(text, below.content_size.width)) == below.content_size.height
 
 
+async def test_help_that_is_no_longer_on_the_screen_ignores_a_late_focus(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        await (below := screen.query_one(FieldHelp)).remove()
+        below.explain(screen.query_one("#row-data-source", SettingRow))
+        assert not below.display
+
+
 async def test_the_help_explains_the_current_choice_if_all_choices_need_too_much_space(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
