@@ -21,7 +21,7 @@ from trainer.contract.progress import Reached
 from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import JobId, Time
 
-# The kinds of events about an evaluation, and those that end it.
+# The kinds of events about an evaluation, and the kinds that end it.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
 ENDS = (DONE, FAILED, STOPPED)
 # A running evaluation's file is written at least this often.

@@ -75,7 +75,7 @@ class ExportedLayers:
 
 
 class LayerSae:
-    """One layer of a cross-layer transcoder, measured on rows that are joined from those of all layers."""
+    """One layer of a cross-layer transcoder, measured on the joined rows of all layers."""
 
     def __init__(self, layers: ExportedLayers, number: int) -> None:
         self._all, self._number, self.own = layers, number, layers.layers[number]

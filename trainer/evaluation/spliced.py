@@ -175,8 +175,7 @@ class SplicedModel:
 
     New rows are computed from the rows at `hook`. They replace the rows at `hook_out` if it is given, otherwise the
     rows at `hook`. `others` are further pairs of such hooks, whose rows are replaced in the same pass. If the model
-    does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is
-    set, sets `has_loss` to False.
+    does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is set, sets `has_loss` to False.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Layers:
 
     @property
     def hook(self) -> int:
-        """The number of the hook whose rows, joined from those of all layers, are read."""
+        """The number of the hook; its rows are the joined rows of all layers."""
         return self.learners[0].hook
 
     @property

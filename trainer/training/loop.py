@@ -312,7 +312,7 @@ class Trainer:
         """Return metadata about each SAE's data, by label."""
         sources = [self._source.of_hook(hook) for hook in range(self._source.n_hooks)]
         if self._job.n_layers > 1:
-            # The rows are joined from those of all layers.
+            # The rows of all layers are joined.
             digest = data_digest(self._source)
             origins = [origin(meta) | digest for meta in self._source.meta[JOINED]]
         else:

@@ -28,6 +28,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning.hardware import CPU as CPU_PROCESS
 from trainer.contract.planning.memory import estimate
 from trainer.contract.planning.workload import Workload
+from trainer.contract.runs.evaluation_time import language_model
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
 from trainer.evaluation import evaluate_run
@@ -213,9 +214,19 @@ def test_two_revisions_of_a_model_train_the_crosscoder_of_two_folders(
     facts = json.loads((tmp_path / "revisions" / "sae" / "cfg.json").read_text())
     assert [part["name"] for part in facts["metadata"]["crosscoder_parts"]] == ["tiny@step1", "tiny@step2"]
     run = [sys.executable, "-m", "trainer", "eval", str(tmp_path / "revisions"), "--device", "cpu", "--json"]
-    told = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, env=cached_hub).stdout
-    (card,) = json.loads(told)["cards"]
+    evaluated = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, env=cached_hub)
+    (card,) = json.loads(evaluated.stdout)["cards"]
     assert [part["name"] for part in card["figures"]["crosscoder"]["parts"]] == ["step1", "step2"]
+
+
+@pytest.mark.parametrize("model", ["ada/tiny", ["ada/tiny"]])
+def test_the_time_of_an_evaluation_uses_the_size_of_the_revision(
+    model: str | list[str], text: Path, cached_hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", cached_hub["HF_HUB_CACHE"])
+    found = language_model(job_from(table([], text), model=model, revision="step2"))
+    assert found is not None
+    assert (found.path, found.size is not None) == ("ada/tiny", True)
 
 
 def test_diff_compares_two_revisions_by_name(text: Path, cached_hub) -> None:

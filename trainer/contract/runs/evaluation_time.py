@@ -76,13 +76,15 @@ def language_model(job: JobConfig) -> LanguageModelSize | None:
         if len(settings.parts()) > 1:
             continue
         path: object = None
+        revision: object = None
         if isinstance(settings, ModelSettings):
-            path = settings.model
+            path, revision = next(zip(settings.models, settings.revisions, strict=False), (None, None))
         elif folder := folder_of(settings):
             state = read_json(folder.parent / STATE, dict[str, Any]) or {}
-            path = job_table.get("model.path") if isinstance(job_table := state.get("job"), dict) else None
+            if isinstance(job_table := state.get("job"), dict):
+                path, revision = job_table.get("model.path"), job_table.get("model.revision")
         if isinstance(path, str) and path:
-            return LanguageModelSize(path, model_size(path))
+            return LanguageModelSize(path, model_size(path, revision if isinstance(revision, str) else None))
     return None
 
 

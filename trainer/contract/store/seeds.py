@@ -65,7 +65,7 @@ def names_seed(label: str) -> bool:
 
 
 def names_layer(label: str) -> bool:
-    """Return whether a label is that of a layer of a cross-layer transcoder."""
+    """Return whether a label names a layer of a cross-layer transcoder."""
     return label.startswith("layer=")
 
 
