@@ -17,8 +17,9 @@ from trainer.contract.errors import UserError
 from trainer.contract.runs.report_card import LayerFigures
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import Reconstruct
+from trainer.saes.layer import Layer
 from trainer.saes.sparse_acts import Acts, DenseActs
-from trainer.sharing.base import layer_place
+from trainer.sharing.base import layer_of_metadata
 
 
 class ExportedLayers:
@@ -120,8 +121,7 @@ class StoredLayers:
         n_layers = len(self._folders)
         for at, folder in enumerate(self._folders[len(self._read) : number + 1], start=len(self._read)):
             layer = read_exported(folder, self._device)
-            place = layer_place(layer.metadata)
-            if place is None or (place.layer, place.n_layers) != (at, n_layers):
+            if layer_of_metadata(layer.metadata) != Layer(at, n_layers):
                 raise UserError(f"{folder}: is not layer {at} of a cross-layer transcoder of {n_layers} layers")
             self._read.append(layer)
         return ExportedLayers(self._read[: number + 1], n_layers)

@@ -31,7 +31,7 @@ from trainer.evaluation.figures import recovery
 from trainer.evaluation.known_features import known_features
 from trainer.evaluation.rows import EvaluationRows
 from trainer.saes.refinement import refuse_transcoder
-from trainer.sharing.base import NOTHING_GIVEN, Given, format_in, layer_place
+from trainer.sharing.base import NOTHING_GIVEN, Given, format_in, layer_of_metadata
 from trainer.sharing.origins import ORIGIN
 from trainer.sharing.parts import joined_paths, refuse_other_parts
 from trainer.training.thresholds import SET_ON
@@ -85,7 +85,7 @@ def cards_in(
         name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
         own = source.of_part(hook) if layers else source.of_hook(hook)
         sae = read_exported(folder, device, given)
-        if layer_place(sae.metadata) and not layers:
+        if layer_of_metadata(sae.metadata) and not layers:
             raise UsageError(
                 f"--data: {folder} is a layer of a cross-layer transcoder; evaluate its run, without --data"
             )

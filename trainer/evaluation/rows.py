@@ -39,7 +39,7 @@ from trainer.evaluation.exported import ExportedSae
 from trainer.evaluation.figures import Grouped, Levels, Reconstruct, Refinement, by_label, measure
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
-from trainer.training.learner import Layer
+from trainer.saes.layer import Layer
 from trainer.training.row_sample import RowSampler
 
 # The number of rows per forward pass of an SAE.

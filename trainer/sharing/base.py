@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
+from trainer.saes.layer import Layer
 from trainer.sharing.parts import PARTS, Part, parts_in, parts_of, scales_of_parts
 
 # The metadata key for the dimension scales, {dimension: factor}. In a crosscoder, they are relative to a part's scale.
@@ -42,23 +43,11 @@ CARD_REST = " `card.json` has all figures."
 _LONGEST_NAME = 60
 
 
-class LayerPlace(msgspec.Struct, frozen=True):
-    """A layer of a cross-layer transcoder: its number, from 0, and the number of layers."""
-
-    layer: Annotated[int, msgspec.Meta(ge=0)]
-    n_layers: Annotated[int, msgspec.Meta(ge=2)]
-
-    @property
-    def n_targets(self) -> int:
-        """The number of layers that its latents write to."""
-        return self.n_layers - self.layer
-
-
-def layer_place(metadata: Mapping[str, Any]) -> LayerPlace | None:
+def layer_of_metadata(metadata: Mapping[str, Any]) -> Layer | None:
     """Return the layer of a cross-layer transcoder from metadata, or None if the metadata names none."""
     with contextlib.suppress(msgspec.ValidationError):
-        place = msgspec.convert(metadata.get(CROSS_LAYER), LayerPlace)
-        return place if place.layer < place.n_layers else None
+        layer = msgspec.convert(metadata.get(CROSS_LAYER), Layer)
+        return layer if layer.number < layer.n_layers else None
     return None
 
 
@@ -119,10 +108,10 @@ class SharedSae(NamedTuple):
         return () if self.is_transcoder else parts_in(self.metadata, self.d_in)
 
     @property
-    def layer(self) -> LayerPlace | None:
+    def layer(self) -> Layer | None:
         """The place of this layer in a cross-layer transcoder; None for other SAEs."""
-        place = layer_place(self.metadata) if self.is_transcoder else None
-        return place if place and self.d_out % place.n_targets == 0 else None
+        layer = layer_of_metadata(self.metadata) if self.is_transcoder else None
+        return layer if layer and self.d_out % layer.n_targets == 0 else None
 
     @property
     def trained_as(self) -> str:

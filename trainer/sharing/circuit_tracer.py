@@ -19,12 +19,12 @@ from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
 from trainer.contract.wording import join_words
 from trainer.saes.base import saelens_name
+from trainer.saes.layer import Layer
 from trainer.sharing.base import (
     BELOW_K,
     NOTHING_GIVEN,
     Format,
     Given,
-    LayerPlace,
     SharedSae,
     folder_of,
     forget_card,
@@ -158,7 +158,7 @@ class Member(NamedTuple):
     k: int | None
     config: str
     below_k: float | None = None
-    place: LayerPlace | None = None
+    place: Layer | None = None
 
 
 def member_of(sae: SharedSae) -> Member:
@@ -171,7 +171,7 @@ def member_of(sae: SharedSae) -> Member:
 def refusal_of_set(members: Sequence[Member]) -> str | None:
     """Return why the transcoders cannot form a set, or None if they can."""
     if places := [one.place for one in members if one.place]:
-        is_whole = [place.layer for place in places] == [*range(places[0].n_layers)]
+        is_whole = [place.number for place in places] == [*range(places[0].n_layers)]
         if not is_whole or len(places) < len(members):
             return "a cross-layer transcoder is exported with all its layers; leave out --only, and export one run"
         return _difference(members)
@@ -250,9 +250,9 @@ def _tensors(sae: SharedSae) -> dict[str, Tensor]:
     return tensors
 
 
-def _write_layer(sae: SharedSae, place: LayerPlace, folder: Path) -> None:
+def _write_layer(sae: SharedSae, place: Layer, folder: Path) -> None:
     """Write the two files of a layer; decoder rows [d_sae, n_targets, d_out] start with the layer's own target."""
-    number, weights = place.layer, sae.weights
+    number, weights = place.number, sae.weights
     d_out = sae.d_out // place.n_targets
     own = {"W_enc": weights["W_enc"].T, "b_enc": weights["b_enc"], "b_dec": weights["b_dec"][:d_out]}
     own |= {"threshold": weights["threshold"]} if "threshold" in weights else {}

@@ -92,5 +92,5 @@ def training_facts(learner: Learner, position: Position, recipe: Recipe | None) 
         "training_tokens": position.tokens,
         **({RECIPE: msgspec.to_builtins(recipe)} if recipe else {}),
         **threshold_facts(learner.sae),
-        **({CROSS_LAYER: {"layer": layer.number, "n_layers": layer.n_layers}} if (layer := learner.layer) else {}),
+        **({CROSS_LAYER: msgspec.to_builtins(learner.layer)} if learner.layer else {}),
     }

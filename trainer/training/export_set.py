@@ -62,7 +62,7 @@ def export_set(
             left_out[name] = reason
             continue
         members.append(member_of(sae))
-        steps[sae.layer.layer if sae.layer else layer_of(sae)] = step
+        steps[sae.layer.number if sae.layer else layer_of(sae)] = step
     refuse_where_none_fits(form, left_out, asked)
     if reason := refusal_of_set(members):
         raise UsageError(f"--format: {reason}")

@@ -34,6 +34,7 @@ from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise, unit_scale
+from trainer.saes.layer import Layer
 from trainer.saes.resample import resample
 from trainer.training.following import Following
 from trainer.training.gradients import GradientCheck, GradientChecks, LossScale, total_square
@@ -58,22 +59,6 @@ class StepState(NamedTuple):
         """Return the state from the result of `Learner.take_state`, copied to the CPU."""
         skipped, in_a_row, overflowed, grad_norm, lr = state.tolist()
         return cls(int(skipped), int(in_a_row), int(overflowed), grad_norm, lr)
-
-
-class Layer(NamedTuple):
-    """A layer of a cross-layer transcoder: its number, from 0, and the number of layers."""
-
-    number: int
-    n_layers: int
-
-    @property
-    def n_targets(self) -> int:
-        """The number of layers that its latents write to."""
-        return self.n_layers - self.number
-
-    def own(self, rows: Tensor) -> Tensor:
-        """Return this layer's part of rows [n, n_layers * d], which all layers' rows are joined to."""
-        return rows.tensor_split(self.n_layers, dim=1)[self.number]
 
 
 def layer_in(job: JobConfig, member: JobConfig) -> Layer | None:
