@@ -28,10 +28,10 @@ BATCH, HELD_OUT = 512, 4096
 RATES = (1e-3, 4e-3)
 
 
-def job_of(data: Path, layers: str, d_sae: int, k: int, steps: int) -> JobConfig:
+def job_of(data: Path, layers: str, d_sae: int, k: int, steps: int, *, share_k: bool) -> JobConfig:
     table = {
         "data": {"path": str(data), "hook": f"mlp.{layers}"},
-        "sae": {"architecture": "batch_topk", "d_sae": d_sae, "k": k, "cross_layer": True},
+        "sae": {"architecture": "batch_topk", "d_sae": d_sae, "k": k, "cross_layer": True, "share_k": share_k},
         "train": {"batch_size": BATCH, "n_steps": steps, "precision": "fp32"},
     }
     job, problems = parse_job(table)
@@ -141,8 +141,9 @@ def main() -> None:
     parser.add_argument("--d-sae", type=int, default=1152)
     parser.add_argument("--k", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--share-k", action="store_true", help="keep the largest activations of all layers")
     flags = parser.parse_args()
-    job = job_of(flags.data, flags.layers, flags.d_sae, flags.k, flags.steps)
+    job = job_of(flags.data, flags.layers, flags.d_sae, flags.k, flags.steps, share_k=flags.share_k)
     source = open_source(job)
     assert isinstance(source, IndexedSource)
     order = torch.randperm(source.n_tokens, generator=torch.Generator().manual_seed(0)).numpy()

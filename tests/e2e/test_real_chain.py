@@ -23,6 +23,8 @@ from support.box import ROOT
 from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
+from trainer.activations.split import Split
+
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
 # The number and length of the contexts that are also evaluated with SAELens. The model reads these contexts ten times.
 N_JUDGED, SHORT = 4, 32
@@ -43,6 +45,7 @@ OF_SAELENS = {
     "relative_reconstruction_bias": "relative_reconstruction_bias",
 }
 STREAM, MLP_IN, MLP_OUT = "resid_post.6", "mlp_in.6", "mlp_out.6"
+LAYERS = range(12, 16)
 HOOKS = ["resid_post.3", STREAM, MLP_IN, MLP_OUT]
 
 
@@ -103,6 +106,65 @@ def test_other_tools_agree_with_the_saes_of_a_real_model(tmp_path: Path) -> None
     give_to_saelens(chain)
     judge_as_saelens(chain)
     give_to_circuit_tracer(chain)
+
+
+@needs_model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cross_layer_transcoder_of_a_real_model_equals_a_dense_loop_on_1_2_and_4_ranks(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    write_text(chain.folder / "text.jsonl")
+    extraction = chain.write(
+        "extract.toml",
+        model={"path": chain.model, "hooks": [f"mlp.{LAYERS[0]}-{LAYERS[-1]}"]},
+        text={"path": "text.jsonl", "context": CONTEXT},
+        extract={"n_tokens": N_ROWS, "batch_tokens": 1024, "output": "rows"},
+    )
+    chain.trainer("extract", extraction)
+    fvus = []
+    for n_ranks, mode in ((1, "single"), (2, "tensor"), (4, "hybrid")):
+        job = chain.write(
+            f"on-{n_ranks}.toml",
+            data={"path": "rows", "hook": f"mlp.{LAYERS[0]}-{LAYERS[-1]}", "hold_out": "rows", "held_out_tokens": 512},
+            sae={"architecture": "batch_topk", "d_sae": 1152, "k": 16, "cross_layer": True},
+            train={"batch_size": 256 if n_ranks < 4 else 128, "n_steps": 24},
+            parallel={"mode": mode},
+        )
+        out = chain.folder / f"run-{n_ranks}"
+        chain.trainer("run", job, "--out", out, "--set", f"launch.gpus=cpu:{n_ranks}")
+        fvus.append(fvus_of(out))
+    # A different order of summation may select other latents, so that the weights differ more than by rounding.
+    for others in fvus[1:]:
+        assert others == pytest.approx(fvus[0], rel=0.02)
+    dense = dense_fvus(chain, chain.folder / "run-1" / "sae")
+    assert all(0.1 < one < 1 for one in dense)
+    # The run measures each half of these rows with a threshold fitted on the other half, and leaves out outliers.
+    assert dense == pytest.approx(fvus[0], rel=0.03)
+
+
+def fvus_of(run: Path) -> list[float]:
+    """Return the held-out FVU of each layer in a run."""
+    configs = [json.loads((run / "sae" / f"layer={layer}" / "cfg.json").read_text()) for layer in LAYERS]
+    return [config["metadata"]["heldout_fvu"] for config in configs]
+
+
+def dense_fvus(chain: Chain, saes: Path) -> list[float]:
+    """Return each layer's FVU on the held-out rows, by the definition of a cross-layer transcoder in float64."""
+    acts, decoders, found = [], [], []
+    held_out = torch.from_numpy(Split(N_ROWS, 512, 0).held_out)
+    for layer in LAYERS:
+        own = {
+            name: one.double() for name, one in load_file(saes / f"layer={layer}" / "sae_weights.safetensors").items()
+        }
+        x, y = (chain.rows(f"{site}.{layer}")["activations"][held_out].double() for site in ("mlp_in", "mlp_out"))
+        pre_acts = x @ own["W_enc"] + own["b_enc"]
+        acts.append(pre_acts * (pre_acts > own["threshold"]))
+        decoders.append(own["W_dec"].split(D_MODEL, dim=1))
+        x_hat = own["b_dec"][:D_MODEL]
+        for source, written in enumerate(acts):
+            x_hat = x_hat + written @ decoders[source][len(acts) - 1 - source]
+        found.append(float((y - x_hat).square().sum() / (y - y.mean(0)).square().sum()))
+    return found
 
 
 def extract(chain: Chain) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor
 
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
+from trainer.saes.batch_topk import BatchTopK, choose_together
 from trainer.training.learner import GradientMeasures, Learner, LearnerOutput
 
 
@@ -34,6 +35,7 @@ class Layers:
     def outputs(self, x: Tensor, y: Tensor) -> Iterator[LearnerOutput]:
         """Run all layers on raw joined inputs [n, n_layers * d_in] and targets [n, n_layers * d_out]."""
         before: Tensor | None = None
+        self._choose_together(x, y)
         for learner in self.learners:
             sae = learner.sae
             inputs, target = learner.normalised(x, y)
@@ -41,6 +43,15 @@ class Layers:
             output = learner.forward(inputs, target)
             before, sae.written_before, sae.written_later = sae.written_later, None, None
             yield LearnerOutput(learner, target, output)
+
+    def _choose_together(self, x: Tensor, y: Tensor) -> None:
+        """In training, choose the latents of all layers at once if the layers share k."""
+        saes = [learner.sae for learner in self.learners]
+        sharing = [sae for sae in saes if isinstance(sae, BatchTopK) and sae.shares_k and sae.training]
+        if sharing:
+            inputs = [learner.normalised(x, y)[0] for learner in self.learners]
+            with self.learners[0].autocast():
+                choose_together(sharing, inputs)
 
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None, *, is_last: bool = False) -> None:
         """Run the forward and backward pass of a micro-batch of raw joined rows; see `Learner.accumulate`."""

@@ -369,8 +369,12 @@ class Learner:
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
-        with autocast(self.precision, self._device):
+        with self.autocast():
             return self.sae(x, y)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which matmuls have the run's precision."""
+        return autocast(self.precision, self._device)
 
     @torch.no_grad()
     def observe(self, y: Tensor, output: Output, loss: Tensor) -> None:

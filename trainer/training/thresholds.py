@@ -7,7 +7,7 @@ and 36.4 on held-out rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,13 +51,20 @@ def set_thresholds(
                 counts, n_rows = _counts(learner, held_out_rows.batches(learner.hook, batch_size, half))
                 parts[f"{label}/{half}"] = torch.cat([sum_of(counts, learner.latents.group), n_rows])
     totals = parallel.sum_parts(parts, parallel.data)
-    for label, learner in choosing.items():
-        first, second = (totals[f"{label}/{half}"] for half in HALVES)
-        sae = learner.sae
-        assert isinstance(sae, BatchTopK)
+    for labels in _by_threshold(choosing):
+        first, second = (torch.stack([totals[f"{label}/{half}"] for label in labels]).sum(0) for half in HALVES)
+        # The rows of every SAE are counted, so k is a mean over the SAEs.
+        k = cast(BatchTopK, choosing[labels[0]].sae).k
         # Each half is measured with the threshold set on the other half.
-        values = [threshold_for(of[:-1], int(of[-1]), sae.k) for of in (first + second, second, first)]
-        sae.set_thresholds.copy_(torch.tensor(values))
+        values = [threshold_for(of[:-1], int(of[-1]), k) for of in (first + second, second, first)]
+        for label in labels:
+            cast(BatchTopK, choosing[label].sae).set_thresholds.copy_(torch.tensor(values))
+
+
+def _by_threshold(learners: Mapping[str, Learner]) -> list[list[str]]:
+    """Group labels by threshold: layers that share k have one threshold, other SAEs each their own."""
+    sharing = [label for label, one in learners.items() if cast(BatchTopK, one.sae).shares_k]
+    return [*([label] for label in learners if label not in sharing), *([sharing] if sharing else [])]
 
 
 def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,8 @@ OF_THEIR_OWN = {
     "sae.rank_by": st.just("sae"),
     # A cross-layer transcoder needs several hooks.
     "sae.cross_layer": st.just(False),
+    # Only the layers of a cross-layer transcoder can share k.
+    "sae.share_k": st.just(False),
     # `random_twin` is shorthand for a sweep over sae.freeze.
     "train.random_twin": st.just(False),
 }

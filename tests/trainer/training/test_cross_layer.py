@@ -38,9 +38,9 @@ def rows(tmp_path: Path) -> dict[str, str]:
     return {"path": str(tmp_path / "rows"), "hook": "mlp.2-4"}
 
 
-def learners_of(n_layers: int, d: int, d_sae: int, k: int, architecture: str) -> list[Learner]:
+def learners_of(n_layers: int, d: int, d_sae: int, k: int, architecture: str, **settings: Any) -> list[Learner]:
     hooks = [f"mlp.{layer}" for layer in range(n_layers)]
-    sae = {"cross_layer": True, "architecture": architecture, "d_sae": d_sae, "k": k}
+    sae = {"cross_layer": True, "architecture": architecture, "d_sae": d_sae, "k": k, **settings}
     table = {"data": {"path": "x", "hook": hooks}, "sae": sae, "train": {"batch_size": 64, "n_steps": 10}}
     job, problems = parse_job(table)
     assert job is not None, problems
@@ -93,13 +93,14 @@ def names_of(learners: list[Learner]) -> list[str]:
     d_sae=st.integers(4, 20),
     n_tokens=st.integers(1, 12),
     seed=st.integers(0, 2**16),
-    architecture=st.sampled_from(["topk", "batch_topk", "jumprelu"]),
+    architecture=st.sampled_from(["topk", "batch_topk", "share_k", "jumprelu"]),
 )
 def test_outputs_and_gradients_equal_those_of_a_dense_loop(
     n_layers: int, d: int, d_sae: int, n_tokens: int, seed: int, architecture: str
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    learners = learners_of(n_layers, d, d_sae, min(3, d_sae), architecture)
+    shares = {"share_k": True} if architecture == "share_k" else {}
+    learners = learners_of(n_layers, d, d_sae, min(3, d_sae), "batch_topk" if shares else architecture, **shares)
     randomise(learners, generator)
     x, y = (torch.randn(n_tokens, n_layers * d, generator=generator) for _ in range(2))
     for learner in learners:
@@ -128,6 +129,39 @@ def test_outputs_and_gradients_equal_those_of_a_dense_loop(
             torch.testing.assert_close(gradient.double(), wanted, rtol=2e-3, atol=2e-4)
 
 
+def test_layers_that_share_k_keep_the_largest_activations_of_all_layers() -> None:
+    learners = learners_of(3, 5, 20, 4, "batch_topk", share_k=True)
+    generator = torch.Generator().manual_seed(0)
+    randomise(learners, generator)
+    # The last layer has the largest activations.
+    learners[2].sae.x_scale.mul_(3)
+    x, y = (torch.randn(8, 15, generator=generator) for _ in range(2))
+    pre_acts = []
+    for learner, rows in zip(learners, x.tensor_split(3, dim=1), strict=True):
+        sae = learner.sae
+        pre_acts.append((rows * sae.x_scale - sae.x_mean) @ sae.W_enc + sae.b_enc)
+    bound = torch.stack(pre_acts).flatten().topk(3 * 4 * 8).values[-1]
+    outputs = list(Layers(learners).outputs(x, y))
+    l0s = []
+    for one, wanted in zip(outputs, pre_acts, strict=True):
+        found = one.output.acts.dense()
+        torch.testing.assert_close(found, (wanted * (wanted >= bound)).relu(), rtol=1e-4, atol=1e-5)
+        l0s.append(int((found > 0).sum()))
+    assert l0s[2] > l0s[0]
+
+
+def test_the_held_out_l0_of_layers_that_share_k_is_k_on_average(
+    make_job: Callable[..., JobConfig], make_trainer: Callable[..., Any], rows: dict[str, str]
+) -> None:
+    trainer = make_trainer(make_job(data=rows, sae=SAE | {"share_k": True}, train={"n_steps": 30, "batch_size": BATCH}))
+    trainer.run()
+    saes = [learner.sae for learner in trainer.learners.values()]
+    assert len({tuple(sae.set_thresholds.tolist()) for sae in saes}) == 1
+    l0s = [trainer.report.values[label]["heldout_l0"] for label in trainer.learners]
+    assert sum(l0s) / len(l0s) == pytest.approx(3, rel=0.1)
+    assert max(l0s) > 1.1 * min(l0s)
+
+
 def test_a_latent_writes_to_its_own_layer_and_to_all_later_layers() -> None:
     learners = learners_of(3, 4, 8, 2, "batch_topk")
     assert [tuple(learner.sae.W_dec.shape) for learner in learners] == [(8, 12), (8, 8), (8, 4)]
@@ -153,21 +187,25 @@ def alike(folder: Path, expected: Path) -> None:
 
 MODES = {
     "ddp-2": (2, "ddp", 2),
+    "ddp-2-share_k": (2, "ddp", 2),
+    "tensor-2-share_k": (2, "tensor", 1),
     "tensor-2": (2, "tensor", 1),
     "tensor-4": (4, "tensor", 1),
     "hybrid-4": (4, "hybrid", 2),
+    "hybrid-4-share_k": (4, "hybrid", 2),
 }
 
 
-@pytest.mark.parametrize("mode", slow_except(["ddp-2", "hybrid-4"], MODES))
+@pytest.mark.parametrize("mode", slow_except(["ddp-2", "hybrid-4-share_k"], MODES))
 def test_several_ranks_train_the_same_as_one_and_resume_from_its_checkpoint(
     mode: str, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Any], start_ranks: Callable[..., Any],
     rows: dict[str, str], tmp_path: Path,
 ) -> None:  # fmt: skip
     n_ranks, name, n_data = MODES[mode]
+    sae = SAE | {"share_k": mode.endswith("share_k")}
     train = {"checkpoint_every": 10, "n_steps": 20}
-    make_trainer(make_job(data=rows, sae=SAE, train=train | {"batch_size": BATCH})).run()
-    job = make_job(data=rows, sae=SAE, train=train | {"batch_size": BATCH // n_data}, parallel={"mode": name})
+    make_trainer(make_job(data=rows, sae=sae, train=train | {"batch_size": BATCH})).run()
+    job = make_job(data=rows, sae=sae, train=train | {"batch_size": BATCH // n_data}, parallel={"mode": name})
     ranks = start_ranks(job, n_ranks)
     assert ranks.wait() == [EXIT_FINISHED] * n_ranks
     alike(ranks.spec.run_dir / "sae", tmp_path / "sae")
@@ -247,6 +285,7 @@ def test_layers_with_rows_of_other_tokens_are_refused(rows: dict[str, str]) -> N
         ({"train": {"seed": [0, 1]}}, "train.seed: has several values"),
         ({"sae": {"cross_layer": [True, False]}}, "sae.cross_layer: cannot have several values"),
         ({"sae": {"architecture": "gated"}}, "sae.architecture: cannot train a cross-layer transcoder; use"),
+        ({"sae": {"cross_layer": False, "share_k": True}}, "sae.share_k: only the layers of a cross-layer transcoder"),
         ({"sae": {"skip": True}}, "sae.skip: is not supported with sae.cross_layer; leave it out"),
         ({"sae": {"resample_every_tokens": 100}}, "sae.resample_every_tokens: is not supported"),
         ({"data": {"scale_dimensions": "auto"}}, "data.scale_dimensions: is not supported"),

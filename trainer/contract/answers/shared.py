@@ -307,7 +307,7 @@ _RECIPE = typed(
         "planned_steps": "Total number of steps of the run.",
         "tokens": "Number of training tokens.",
         "passes": "Number of passes over the training rows; null if unknown, or if the data is a stream.",
-        "target_l0": "Requested L0; null if a fixed penalty determines L0.",
+        "target_l0": "Requested L0; null if a fixed penalty determines L0, or if layers share k.",
         "auxk_alpha": "Weight of the AuxK loss; null if the architecture has no such loss.",
         "k_aux": "Number of dead latents that the AuxK loss uses, or null if there is no such loss.",
         "seed": "The seed.",

@@ -19,7 +19,7 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
 
     @property
     def target_l0(self) -> int | None:
-        """The requested L0, or None if the penalty is fixed."""
+        """The requested L0, or None if the penalty is fixed or if layers share k."""
         return self.n_active if getattr(self, "sparsity_coefficient", "auto") == "auto" else None
 
     def most_active(self, d_in: int) -> int:
@@ -142,6 +142,18 @@ class BatchTopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
             advanced=True,
         ),
     ] = "sae"
+    share_k: Annotated[
+        bool,
+        about(
+            "Lets the layers of a cross-layer transcoder share k: the largest activations of all layers are kept, k per"
+            " layer and token on average.",
+            advanced=True,
+        ),
+    ] = False
+
+    @property
+    def target_l0(self) -> int | None:
+        return None if self.share_k else self.k
 
 
 class MatryoshkaSettings(_SelectsTopK, ArchitectureSettings, frozen=True):

@@ -519,7 +519,8 @@ def _conflicts_of_layers(sections: Mapping[str, Any]) -> list[Problem]:
     """Report the settings that a cross-layer transcoder does not support."""
     data, sae, train, parallel = (sections[name] for name in ("data", "sae", "train", "parallel"))
     if not (sae and sae.cross_layer):
-        return []
+        alone = "only the layers of a cross-layer transcoder can share k; leave it out"
+        return [Problem("sae.share_k", alone)] if sae and getattr(sae.settings, "share_k", False) else []
     problems = []
     if not ARCHITECTURES[sae.architecture].crosses_layers:
         known = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.crosses_layers)

@@ -15,7 +15,7 @@ compared with the reconstructions and gradients that are also exchanged, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,30 +150,61 @@ def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may
     """
     if group.size == 1:
         return select.k_per_batch(pre_acts, k)
-    n = round(k * n_tokens)
-    if not may_wait:
-        flat, values, is_chosen = _among_largest_of_all(pre_acts, n, n, group)
-        rows, d_sae = pre_acts.shape
-        tokens = flat // d_sae
-        is_own = is_chosen[group.index, : len(flat)]
-        return _Entries(flat - tokens * d_sae, tokens, values, is_own).chosen_first(rows, n // group.size)
-    for n_sent in (min(n, int(MARGIN_PER_BATCH * n / group.size) + 1), n):
-        flat, values, is_chosen = _among_largest_of_all(pre_acts, n, n_sent, group)
-        if n_sent == n or not is_chosen.all(dim=1).any():
-            break
-    own = is_chosen[group.index, : len(flat)].nonzero().flatten()
-    return select.places_of(flat[own], *pre_acts.shape), values[own]
+    return k_per_batch_of_layers([lambda: pre_acts], k, n_tokens, group, may_wait=may_wait)[0]
 
 
-def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's `n_sent` largest values, and a mask of all ranks' values that are among the n largest.
+def k_per_batch_of_layers(
+    layers: Sequence[Callable[[], PreActs]], k: float, n_tokens: int, group: Group, *, may_wait: bool = True
+) -> list[Chosen]:
+    """Choose the k · n_tokens largest values over all tokens, ranks and layers; return each layer's share on this rank.
 
-    The results are ascending indices into this rank's flattened matrix, their values, and the bool mask [n_ranks,
-    n_sent].
+    The pre-activations of one layer at a time are in memory, so `layers` contains functions that compute them. If
+    `may_wait` is False, the host does not wait for the GPU, and the results end with padding.
     """
-    flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
-    is_chosen, _ = _are_largest(group.gather(_pad(values[None], n_sent)).movedim(0, 1), n)
-    return flat, values, is_chosen[0]
+    n = round(k * n_tokens)
+    n_expected = n // (len(layers) * group.size)
+    likely = min(n, int(MARGIN_PER_BATCH * n / (len(layers) * group.size)) + 1)
+    for n_sent in [likely, n] if may_wait else [n]:
+        candidates, is_chosen = _among_largest_of_all(layers, n, n_sent, group)
+        # The values that a layer did not send may be among the largest if all that it sent are.
+        if n_sent == n or not is_chosen.all(dim=2).any():
+            break
+    own = zip(candidates, is_chosen[group.index], strict=True)
+    return [one.chosen(mask[: len(one.flat)], n_expected, may_wait=may_wait) for one, mask in own]
+
+
+class _LargestOfAll(NamedTuple):
+    """A layer's largest values [n], their ascending indices in the flattened matrix, and the matrix's shape."""
+
+    flat: Tensor
+    values: Tensor
+    shape: torch.Size
+
+    def chosen(self, mask: Tensor, n_expected: int, *, may_wait: bool) -> Chosen:
+        """Return the values that `mask` marks; there are about `n_expected`."""
+        if may_wait:
+            kept = mask.nonzero().flatten()
+            return select.places_of(self.flat[kept], *self.shape), self.values[kept]
+        n_tokens, d_sae = self.shape
+        tokens = self.flat // d_sae
+        return _Entries(self.flat - tokens * d_sae, tokens, self.values, mask).chosen_first(n_tokens, n_expected)
+
+
+def _among_largest_of_all(
+    layers: Sequence[Callable[[], PreActs]], n: int, n_sent: int, group: Group
+) -> tuple[list[_LargestOfAll], Tensor]:
+    """Return each layer's `n_sent` largest values on this rank, and a mask of the n largest over all ranks and layers.
+
+    The mask is [n_ranks, n_layers, n_sent].
+    """
+    candidates = []
+    for of_layer in layers:
+        pre_acts = of_layer()
+        largest = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
+        candidates.append(_LargestOfAll(*largest, pre_acts.shape))
+    sent = group.gather(torch.cat([_pad(one.values[None], n_sent) for one in candidates]))
+    is_chosen, _ = _are_largest(sent.flatten()[None, None], n)
+    return candidates, is_chosen.view(sent.shape)
 
 
 def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,12 @@ from trainer.parallel.threads import Threads, on_all
 from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.kernels.top_k_across_ranks import k_per_batch, k_per_token, nth_largest
+from trainer.saes.kernels.top_k_across_ranks import (
+    k_per_batch,
+    k_per_batch_of_layers,
+    k_per_token,
+    nth_largest,
+)
 from trainer.saes.sparse_acts import SparseIndices
 
 
@@ -124,6 +131,28 @@ def test_the_largest_values_in_a_batch_are_found_if_ranks_hold_different_tokens(
     expected = torch.zeros(600, dtype=torch.bool)
     expected[pre_acts.flatten().topk(80).indices] = True
     assert torch.equal(chosen.flatten(), expected)
+
+
+@pytest.mark.parametrize("sizes", [[20], [10, 10], [1, 2, 17]])
+@pytest.mark.parametrize("gap", [0.0, 50.0])
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_the_largest_values_over_all_layers_are_found(sizes: list[int], gap: float, may_wait: bool) -> None:
+    layers = [torch.randn(20, 30), torch.randn(20, 12), torch.randn(20, 30)]
+    # A layer that holds nearly all of the largest values sends more candidates.
+    layers[2] += gap
+
+    def choose(group: Threads) -> list[Tensor]:
+        own = [layer.split(sizes)[group.index] for layer in layers]
+        each = [partial(PreActs, one) for one in own]
+        chosen = k_per_batch_of_layers(each, 4.0, 20, group, may_wait=may_wait)
+        return [chosen_of(of_layer, one) for of_layer, one in zip(chosen, own, strict=True)]
+
+    ranks = on_all(len(sizes), choose)
+    found = torch.cat([torch.cat(parts).flatten() for parts in zip(*ranks, strict=True)])
+    pre_acts = torch.cat([layer.flatten() for layer in layers])
+    expected = torch.zeros_like(found)
+    expected[pre_acts.topk(80).indices] = True
+    assert torch.equal(found, expected)
 
 
 def test_the_nth_largest_value_over_all_ranks_is_found() -> None:
