@@ -451,6 +451,15 @@ def _self_test(flags: argparse.Namespace) -> int:
     return EXIT_FINISHED if found["ok"] else EXIT_FAILED
 
 
+def _interact(flags: argparse.Namespace) -> int:
+    with without_collection():
+        from trainer.evaluation.command import device_of
+        from trainer.interaction.serve import serve
+
+    serve(flags.path, device_of(flags.device), flags.model, flags.idle)
+    return EXIT_FINISHED
+
+
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_any(flags.job, flags.overrides)
     if not KINDS[job.kind].estimate:
@@ -491,6 +500,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": _export,
     "import": _import,
     "eval": _eval,
+    "interact": _interact,
     "estimate": _estimate,
     "bench": _bench,
     "probe": _probe,

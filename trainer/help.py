@@ -193,6 +193,23 @@ W_dec @ W_U, with the weight of the final norm folded into W_U. `sae-tui feature
 {_EXITS_OF_EVAL}
 """
 
+INTERACT = f"""\
+example:
+  sae-train interact saes/7 < requests.jsonl
+
+Requests are lines of JSON on standard input; each is answered with one or several lines. The app and `sae-tui features
+--text` and `sae-tui steer` use this command. The first line of output is {{"event": "ready"}}.
+  {{"request": "read", "text": "The king spoke"}}
+      {{"event": "text"}}: the tokens with the latents that fire on them, strongest first
+  {{"request": "generate", "prompt": "The king", "latents": [{{"latent": 7, "strength": 2}}], "n_tokens": 30}}
+      {{"event": "continued"}} after each token, then {{"event": "generated"}}: the continuation with and without
+      steering, the logits that moved most, and the KL divergence after each token
+A strength is a multiple of the latent's largest activation in the evaluation; 0 ablates the latent. `adds`,
+`only_generated`, `is_chat`, `temperature` and `seed` are optional. A new request, or {{"request": "stop"}}, ends a
+generation early. A request that cannot be fulfilled is answered with {{"event": "refused"}} and the reason.
+{_EXITS}
+"""
+
 ESTIMATE = """\
 examples:
   sae-train estimate job.toml

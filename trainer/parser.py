@@ -23,6 +23,7 @@ from trainer.help import (
     EXTRACT,
     IMPORT,
     INSPECT,
+    INTERACT,
     JOIN,
     OVERVIEW,
     PROBE,
@@ -45,7 +46,7 @@ def make_parser() -> SafeParser:
     )
     commands = parser.add_subparsers(
         required=True,
-        metavar="{run,extract,inspect,join,resume,stop,export,import,eval,estimate,bench,probe,self-test}",
+        metavar="{run,extract,inspect,join,resume,stop,export,import,eval,interact,estimate,bench,probe,self-test}",
     )
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
@@ -81,6 +82,8 @@ def make_parser() -> SafeParser:
     _add_import(add("import", "create a run from an SAE that another tool trained", IMPORT))
     judge = add("eval", "write a trained SAE's report card, measured on held-out rows", EVAL)
     _add_eval(judge)
+    talk = add("interact", "read texts with an SAE and steer its language model, for other programs", INTERACT)
+    _add_interact(talk)
     _add_job(add("estimate", "estimate a job's time and its memory per GPU before it runs", ESTIMATE))
     bench = add("bench", "measure a job's step time on this machine, by phase", BENCH)
     _add_job(bench, nargs="?")
@@ -216,6 +219,16 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+
+
+def _add_interact(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", type=Path, metavar="FOLDER", help="the folder of an exported SAE")
+    command.add_argument("--model", metavar="PATH", help="the language model; default: the one in the SAE's metadata")
+    command.add_argument("--idle", type=_positive, default=900, metavar="SECONDS", help="end after this time; 900")
+    command.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    command.add_argument("--json", action="store_true", help="write errors as JSON")
 
 
 def _add_self_test(command: argparse.ArgumentParser) -> None:

@@ -101,7 +101,7 @@ def evaluate(
             if is_given:
                 raise UsageError(f"{flag}: requires the folder of a run, but {path} contains an SAE")
         with Progress("evaluating"):
-            on = _device(device)
+            on = device_of(device)
             cards = cards_in(path.absolute(), on, data, targets, given, refine=refine, allows_code=allows_code)
             return [one.as_json() for one in _compared([_written(one) for one in cards], on)]
     if data and RunPaths(path).job_file.exists():
@@ -114,7 +114,7 @@ def evaluate(
         refuse_code(to_table(load_as(ExtractJob, model)), allows=allows_code)
     n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
-    on = _device(device)
+    on = device_of(device)
     evaluations = evaluations_of(
         path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows,
         refine=refine, allows_code=allows_code,
@@ -235,7 +235,8 @@ def _written(one: MeasuredSae) -> _Measured:
     return _Measured(card, one.folder, one.rows, [f"written to {one.folder}"])
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device that `--device` names; raise `UsageError` if it is not available."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError('--device: PyTorch sees no GPU here; use "cpu" or "auto"')
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -21,14 +21,18 @@ _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
 _HUGE = "it creates a huge number or string"
 
 
-def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """Return a chat's token ids; raise `UserError` if the chat template is missing, fails or takes too long."""
+def chat_ids(tokenizer: Any, messages: Any, *, prompts: bool = False) -> list[int]:
+    """Return a chat's token ids; raise `UserError` if the chat template is missing, fails or takes too long.
+
+    With `prompts`, the ids end with the beginning of the assistant's next message.
+    """
     if tokenizer.chat_template is None:
         raise UserError("text.column: contains chats, but the model's tokenizer has no chat template")
     _bound_templates()
     try:
         with ended_after(_LIMIT_S):
-            return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+            how = {"tokenize": True, "return_dict": False, "add_generation_prompt": prompts}
+            return list(tokenizer.apply_chat_template(messages, **how))
     except TookTooLong:
         message = f"the model's chat template takes more than {_LIMIT_S:g} s for a chat; use another template"
         raise UserError(f"text.column: {message}") from None

@@ -163,6 +163,33 @@ class LanguageModel:
         self._require_known(batch.ids)
         return self._forward(batch, packed=self.packs).float()
 
+    def new_cache(self) -> Any:
+        """Return an empty cache for `continued`, or None if the model has no cache."""
+        import transformers
+
+        return transformers.DynamicCache() if "past_key_values" in self._accepted else None
+
+    def continued(self, ids: Tensor, cache: Any) -> Tensor:
+        """Return the logits [n, n_tokens, n_ids] in fp32 for ids [n, n_tokens] that follow the cached tokens.
+
+        The ids are added to the cache. This requires a `whole` model.
+        """
+        given = {"past_key_values": cache, "use_cache": True} if cache is not None else {}
+        logits: Tensor = self._model(input_ids=ids.to(self.device), **given)[0]
+        return logits.float()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The token ids after which the model stops generating."""
+        given = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
+        known = given if isinstance(given, list) else [given]
+        return frozenset(one for one in [*known, self.tokenizer.end] if isinstance(one, int))
+
+    @property
+    def longest(self) -> int | None:
+        """The maximum number of tokens that the model reads, or None if unknown."""
+        return _longest(self.config)
+
     @torch.inference_mode()
     def unembedding(self) -> Tensor | None:
         """Return the matrix [d_model, n_ids] that maps a direction at the last block's output to logits.
@@ -277,10 +304,15 @@ def _prefix_of(model: Any) -> str:
     return str((kind or model).base_model_prefix)
 
 
+def _longest(config: Any) -> int | None:
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def _require_context(config: Any, context: int) -> None:
     """Raise `UserError` if a context is longer than the model supports."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < context:
+    most = _longest(config)
+    if most is not None and most < context:
         raise UserError(f"text.context: must be at most {most}, the model's context length, not {context}")
 
 

@@ -99,6 +99,16 @@ class Tokenizer:
         own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
         return [own, self.before, self.after, self._tokenizer.chat_template]
 
+    def chat(self, message: str, *, prompts: bool) -> list[int]:
+        """Return the ids of a chat with one message from the user; with `prompts`, the assistant's turn begins."""
+        return chat_ids(self._tokenizer, [{"role": "user", "content": message}], prompts=prompts)
+
+    @property
+    def end(self) -> int | None:
+        """The id of the token that ends a text, or None."""
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
     @property
     def reads_chats(self) -> bool:
         return self._tokenizer.chat_template is not None

@@ -1,0 +1,129 @@
+"""Requests to `sae-train interact` and its answers, both as JSON Lines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+MOST_GENERATED = 4096
+
+
+class ReadText(msgspec.Struct, frozen=True, tag="read", tag_field="request"):
+    """Asks which latents fire on a text; with `is_chat`, the text is a user's message in the model's chat template."""
+
+    text: str
+    is_chat: bool = False
+
+
+class Steered(msgspec.Struct, frozen=True):
+    """Sets a latent to `strength` times its largest activation; 0 ablates the latent."""
+
+    latent: Annotated[int, msgspec.Meta(ge=0)]
+    strength: float = 0.0
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request"):
+    """Asks for the model's continuation of a prompt, unchanged and with steered latents.
+
+    With `adds`, the strength is added to the latent's own activation instead of replacing it. With `only_generated`,
+    the prompt is read unchanged. `temperature` 0 chooses the most likely token; otherwise, both continuations are
+    sampled with the same random numbers from `seed`.
+    """
+
+    prompt: str
+    latents: Annotated[tuple[Steered, ...], msgspec.Meta(min_length=1, max_length=64)]
+    is_chat: bool = False
+    adds: bool = False
+    only_generated: bool = False
+    n_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATED)] = 30
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    seed: int = 0
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="request"):
+    """Ends the current generation, as does any other request; it has no answer of its own."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
+    """The first answer: the language model is loaded. `generates` is false if it does not predict next tokens."""
+
+    model: str
+    hook: str
+    n_latents: int
+    device: str
+    generates: bool = True
+    reads_chats: bool = False
+
+
+class FiringLatent(msgspec.Struct, frozen=True):
+    """A latent and its activation, in the units of raw activations."""
+
+    latent: int
+    act: float
+
+
+class TextToken(msgspec.Struct, frozen=True):
+    """A token of a text with the latents that fire on it, strongest first.
+
+    Tokens that share a character are merged, with the largest activation of each latent. `is_counted` is false for
+    tokens that training usually leaves out: the first token and special tokens.
+    """
+
+    text: str
+    latents: tuple[FiringLatent, ...]
+    is_counted: bool = True
+
+
+class TextRead(msgspec.Struct, frozen=True, tag="text", tag_field="event"):
+    """The answer to `ReadText`."""
+
+    tokens: tuple[TextToken, ...]
+
+
+class Continued(msgspec.Struct, frozen=True, tag="continued", tag_field="event"):
+    """Both continuations so far, while they are generated."""
+
+    plain: str
+    steered: str
+    n_tokens: int
+
+
+class MovedToken(msgspec.Struct, frozen=True):
+    """A possible next token after the prompt: the change of its logit, and its probabilities."""
+
+    text: str
+    logit: float
+    plain: float
+    steered: float
+
+
+class TokenKl(msgspec.Struct, frozen=True):
+    """A token, and the KL divergence of the predictions after it, in nats: of steered from unchanged."""
+
+    text: str
+    kl: float
+
+
+class Generated(msgspec.Struct, frozen=True, tag="generated", tag_field="event"):
+    """The answer to `Generate`: both continuations, and the effect on predictions.
+
+    `moved` contains the tokens with a probability of at least 0.1 % in either case whose logits change most. `kl` is
+    measured on the prompt and the unchanged continuation.
+    """
+
+    plain: str
+    steered: str
+    n_tokens: int
+    moved: tuple[MovedToken, ...]
+    kl: tuple[TokenKl, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", tag_field="event"):
+    """The answer to a request that cannot be fulfilled, with one sentence."""
+
+    message: str
+
+
+Request = ReadText | Generate | Stop
+Answer = Ready | TextRead | Continued | Generated | Refused

@@ -1,0 +1,283 @@
+"""A language model with one of its SAEs: reads texts, and continues prompts with some latents set to other values.
+
+Steering uses the delta form: the model's rows x become x + decode(z') − decode(z), so the SAE's reconstruction error
+does not change. For a transcoder, the rows are the MLP's outputs, and for a layer of a cross-layer transcoder, the
+outputs of this MLP and of all later ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.contract.answers.interaction import (
+    Continued,
+    FiringLatent,
+    Generate,
+    Generated,
+    MovedToken,
+    ReadText,
+    Ready,
+    Steered,
+    TextRead,
+    TextToken,
+    TokenKl,
+)
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json
+from trainer.contract.progress import stage
+from trainer.contract.runs.evaluation_time import LOADING
+from trainer.contract.runs.features import FEATURES, Features, runs_of_tokens
+from trainer.contract.settings.extract import Extract, ExtractJob
+from trainer.contract.settings.language import Model, TextSettings
+from trainer.evaluation.exported import ExportedSae, read_exported
+from trainer.extraction.language_model import LanguageModel, NoLoss
+from trainer.extraction.packing import ContextBatch
+from trainer.sharing.base import layer_of_metadata
+from trainer.sharing.reading import table
+from trainer.sharing.saelens import CONFIG
+from trainer.sharing.saelens_reading import as_extracted
+
+# The maximum number of latents listed for a token, and of tokens in a text or prompt.
+MOST_LATENTS, MOST_TOKENS = 256, 2048
+# The context length that the model must support at least.
+LEAST_CONTEXT = 32
+# The number of tokens listed whose logits change most, and the probability that they need in one of both cases.
+N_MOVED, LEAST_PROBABLE = 10, 1e-3
+# The number of rows in a steered batch: the unchanged continuation and the steered one.
+PLAIN, STEERED = 0, 1
+
+
+class Edit(NamedTuple):
+    """Changes the activations of `latents` [m] to `values` [m], or by `values` if it `adds`."""
+
+    sae: ExportedSae
+    latents: Tensor
+    values: Tensor
+    adds: bool
+
+    def delta(self, x: Tensor) -> Tensor:
+        """Return decode(z') − decode(z) [n, n_targets * d_out] for rows x [n, d_in] at the hook that is read."""
+        change = self.values if self.adds else self.values - self.sae.encode(x).values[:, self.latents]
+        return change.expand(len(x), -1) @ self.sae.W_dec[self.latents]
+
+
+class Interaction:
+    """An SAE in its language model; raises `UserError` if either cannot be loaded."""
+
+    def __init__(self, folder: Path, device: torch.device, model: str | None = None) -> None:
+        self._folder, self._device = folder, device
+        self._sae = read_exported(folder, device)
+        if self._sae.parts:
+            raise UserError(f"{folder} is a crosscoder, which reads several hooks or models; choose an SAE")
+        hooks = _hooks(folder, self._sae)
+        stage(LOADING)
+        job = _job(self._sae.metadata, hooks, model)
+        try:
+            self._model, self._generates = LanguageModel(job, device, whole=True), True
+        except NoLoss:
+            self._model, self._generates = LanguageModel(job, device), False
+        self._token_bytes = self._model.tokenizer.token_bytes()
+        self._special = {*self._model.tokenizer.special}
+        self.ready = Ready(
+            job.model.path, hooks[0], self._sae.d_sae, device.type, self._generates, self._model.tokenizer.reads_chats
+        )
+
+    @torch.inference_mode()
+    def read(self, request: ReadText) -> TextRead:
+        """Return a text's tokens with the latents that fire on them."""
+        ids = self._ids(request.text, is_chat=request.is_chat, prompts=False)
+        batch = ContextBatch(np.array([ids]), np.arange(len(ids))[None], np.zeros((1, len(ids)), np.int64))
+        rows = self._model.rows(batch, torch.arange(len(ids)))[0].float()
+        acts = self._sae.encode(rows).values
+        values, latents = acts.topk(min(MOST_LATENTS, self._sae.d_sae), dim=1)
+        counted = self._counted(ids)
+        tokens = []
+        for run in runs_of_tokens([self._token_bytes[one] for one in ids]):
+            found: dict[int, float] = {}
+            for at in run:
+                for latent, act in zip(latents[at].tolist(), values[at].tolist(), strict=True):
+                    if act > 0:
+                        found[latent] = max(act, found.get(latent, 0.0))
+            firing = sorted(found.items(), key=lambda one: -one[1])
+            text = b"".join(self._token_bytes[ids[at]] for at in run).decode(errors="replace")
+            tokens.append(TextToken(text, tuple(FiringLatent(*one) for one in firing), all(counted[at] for at in run)))
+        return TextRead(tuple(tokens))
+
+    @torch.inference_mode()
+    def generate(
+        self, request: Generate, is_over: Callable[[], bool] = lambda: False
+    ) -> Iterator[Continued | Generated]:
+        """Continue a prompt, unchanged and steered, and yield both continuations after each token.
+
+        The last result also contains the effect on predictions. If `is_over` returns True, no further token is
+        generated.
+        """
+        if not self._generates:
+            raise UserError(f"{self._model.name} does not predict next tokens; choose a causal model")
+        edit = self._edit(request.latents, adds=request.adds)
+        prompt = self._ids(request.prompt, is_chat=request.is_chat, prompts=True)
+        counted = torch.tensor([self._counted(prompt) if not request.only_generated else [False] * len(prompt)])
+        plain, steered = [*prompt], [*prompt]
+        rows, ended = (plain, steered), [False, False]
+        cache, generator = self._model.new_cache(), torch.Generator().manual_seed(request.seed)
+        given, counts = torch.tensor([prompt, prompt]), counted
+        for _ in range(request.n_tokens):
+            with self._steering(edit, counts):
+                logits = self._model.continued(given, cache)[:, -1].cpu()
+            chosen = _chosen(logits, request.temperature, generator)
+            for row, token in enumerate(chosen):
+                ended[row] |= token in self._model.ends
+                if not ended[row]:
+                    rows[row].append(token)
+            n = max(len(plain), len(steered)) - len(prompt)
+            yield Continued(self._text(plain[len(prompt) :]), self._text(steered[len(prompt) :]), n)
+            if all(ended) or is_over():
+                break
+            # A continuation that has ended is still read, but never shown.
+            given = torch.tensor(chosen)[:, None]
+            counts = torch.ones(1, 1, dtype=torch.bool)
+        yield self._effect(edit, plain, len(prompt), counted, rows)
+
+    def _effect(
+        self, edit: Edit, ids: list[int], n_prompt: int, counted: Tensor, rows: Sequence[list[int]]
+    ) -> Generated:
+        """Compare the predictions of the unchanged and the steered model on a text."""
+        after = torch.ones(1, len(ids) - n_prompt, dtype=torch.bool)
+        with self._steering(edit, torch.cat([counted, after], dim=1)):
+            logits = self._model.continued(torch.tensor([ids, ids]), None).cpu()
+        plain, steered = logits.log_softmax(-1)
+        kl = (plain.exp() * (plain - steered)).sum(-1).clamp_min(0)
+        at = n_prompt - 1
+        moved = (logits[STEERED, at] - logits[PLAIN, at]).masked_fill(
+            torch.maximum(plain[at], steered[at]).exp() < LEAST_PROBABLE, 0
+        )
+        most = moved.abs().topk(min(N_MOVED, len(moved))).indices
+        texts = [self._token_bytes[one].decode(errors="replace") for one in ids]
+        before, after_it = plain[at].exp(), steered[at].exp()
+        return Generated(
+            plain=self._text(rows[PLAIN][n_prompt:]),
+            steered=self._text(rows[STEERED][n_prompt:]),
+            n_tokens=max(map(len, rows)) - n_prompt,
+            moved=tuple(
+                MovedToken(self._text([token]), float(moved[token]), float(before[token]), float(after_it[token]))
+                for token in most.tolist()
+                if moved[token]
+            ),
+            kl=tuple(TokenKl(text, value) for text, value in zip(texts, kl.tolist(), strict=True)),
+        )
+
+    def _edit(self, latents: Sequence[Steered], *, adds: bool) -> Edit:
+        """Return the edit that a request describes; raise `UserError` if a latent is unknown or never fires."""
+        known = self._sae.d_sae
+        if wrong := next((one.latent for one in latents if one.latent >= known), None):
+            raise UserError(f"latent {wrong} does not exist; the SAE has latents 0 to {known - 1:,}")
+        file = self._folder / FEATURES
+        if not file.exists():
+            raise UserError(f"{self._folder} has no {FEATURES}, which stores the largest activations; evaluate the SAE")
+        features = Features(file)
+        largest = {one.latent: features.feature(one.latent).largest for one in latents}
+        if silent := next((one.latent for one in latents if not largest[one.latent] and one.strength), None):
+            raise UserError(f"latent {silent} never fired in the evaluation, so its largest activation is unknown")
+        values = [one.strength * largest[one.latent] for one in latents]
+        numbers = torch.tensor([one.latent for one in latents], device=self._device)
+        return Edit(self._sae, numbers, torch.tensor(values, device=self._device), adds)
+
+    @contextlib.contextmanager
+    def _steering(self, edit: Edit, counts: Tensor) -> Iterator[None]:
+        """Apply an edit to the second row of a batch at the positions that `counts` [1, n_tokens] marks."""
+        mask = torch.cat([torch.zeros_like(counts), counts]).to(self._device)
+        deltas: list[Tensor] = []
+        d_out = edit.sae.W_dec.shape[1] // self._n_targets
+
+        def changed(number: int, read: Tensor, written: Tensor) -> Tensor:
+            inputs, rows = (one.reshape(*mask.shape, -1) for one in (read, written))
+            if not number:
+                deltas[:] = edit.delta(inputs[mask].float()).split(d_out, dim=1)
+            new = rows.clone()
+            new[mask] = (rows[mask].float() + deltas[number]).to(rows.dtype)
+            return new.reshape(written.shape)
+
+        with self._model.replacing(*(partial(changed, number) for number in range(self._n_targets))):
+            yield
+
+    @property
+    def _n_targets(self) -> int:
+        layer = layer_of_metadata(self._sae.metadata)
+        return layer.n_targets if layer else 1
+
+    def _ids(self, text: str, *, is_chat: bool, prompts: bool) -> list[int]:
+        """Return a text's token ids; raise `UserError` if there are none or too many."""
+        tokenizer = self._model.tokenizer
+        if is_chat:
+            ids = tokenizer.chat(text, prompts=prompts)
+        else:
+            (tokens,) = tokenizer.tokens([text])
+            ids = [*tokens.before, *tokens.ids, *([] if prompts else tokens.after)]
+            if not tokens.ids:
+                raise UserError("the text is empty; enter at least one word")
+        if len(ids) > (most := min(MOST_TOKENS, self._model.longest or MOST_TOKENS)):
+            raise UserError(f"the text has {len(ids):,} tokens; enter at most {most:,}")
+        return ids
+
+    def _counted(self, ids: Sequence[int]) -> list[bool]:
+        return [at > 0 and one not in self._special for at, one in enumerate(ids)]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return b"".join(self._token_bytes[one] for one in ids).decode(errors="replace")
+
+
+def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:
+    """Return the next token of each row of logits [n, n_ids]; all rows use the same random numbers.
+
+    The largest of logit / temperature + Gumbel noise is a sample of the softmax.
+    """
+    if not temperature:
+        return logits.argmax(dim=1).tolist()
+    noise = -torch.empty(logits.shape[1]).exponential_(generator=generator).log()
+    return (logits / temperature + noise).argmax(dim=1).tolist()
+
+
+def _hooks(folder: Path, sae: ExportedSae) -> list[str]:
+    """Return the hook that an SAE reads and, for a transcoder, the hook it writes to; then those of later layers."""
+    layer = layer_of_metadata(sae.metadata)
+    if layer is None or layer.n_targets == 1:
+        return _hooks_in(folder, sae.metadata, is_transcoder=sae.is_transcoder)
+    by_number = {}
+    for config in sorted(folder.parent.glob(f"*/{CONFIG}")):
+        metadata = table(read_json(config, dict[str, Any]) or {}, "metadata")
+        if (other := layer_of_metadata(metadata)) and other.n_layers == layer.n_layers:
+            by_number[other.number] = _hooks_in(config.parent, metadata, is_transcoder=True)
+    numbers = range(layer.number, layer.n_layers)
+    if lacking := [number for number in numbers if number not in by_number]:
+        raise UserError(f"{folder.parent} has no layer {lacking[0]} of the cross-layer transcoder; export all layers")
+    return [hook for number in numbers for hook in by_number[number]]
+
+
+def _hooks_in(folder: Path, metadata: Mapping[str, Any], *, is_transcoder: bool) -> list[str]:
+    facts, names = as_extracted(metadata), ["hook_name", *(["hook_name_out"] if is_transcoder else [])]
+    hooks = [facts.get(name) for name in names]
+    if not all(isinstance(hook, str) and hook for hook in hooks):
+        raise UserError(f"{folder}: its metadata names no hook, so the SAE cannot be put into a language model")
+    return [str(hook) for hook in hooks]
+
+
+def _job(metadata: Mapping[str, Any], hooks: list[str], model: str | None) -> ExtractJob:
+    """Return an extraction at the SAE's hooks with the model that its metadata names, or with `model`."""
+    path = model or metadata.get("model_name")
+    if not isinstance(path, str) or not path:
+        raise UserError("--model: the SAE's metadata names no language model; give its folder or name on the hub")
+    given = metadata.get("model_from_pretrained_kwargs")
+    revision = given.get("revision") if isinstance(given, dict) and not model else None
+    return ExtractJob(
+        model=Model(path=path, hooks=hooks, revision=revision if isinstance(revision, str) else None),
+        text=TextSettings(context=LEAST_CONTEXT),
+        extract=Extract(output=""),
+    )
