@@ -205,8 +205,8 @@ Requests are lines of JSON on standard input; each is answered with one or sever
       {{"event": "continued"}} after each token, then {{"event": "generated"}}: the continuation with and without
       steering, the logits that moved most, and the KL divergence after each token
 A strength is a multiple of the latent's largest activation in the evaluation; 0 ablates the latent. `adds`,
-`only_generated`, `is_chat`, `temperature` and `seed` are optional. A new request, or {{"request": "stop"}}, ends a
-generation early. A request that cannot be fulfilled is answered with {{"event": "refused"}} and the reason.
+`only_generated`, `is_chat`, `temperature` and `seed` are optional. {{"request": "stop"}} ends a generation early. A
+request that cannot be fulfilled is answered with {{"event": "refused"}} and the reason.
 {_EXITS}
 """
 

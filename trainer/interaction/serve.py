@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -12,8 +13,8 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import torch
 
-from trainer.contract.answers.interaction import Answer, Generate, ReadText, Refused, Request
-from trainer.contract.errors import UserError, first_line
+from trainer.contract.answers.interaction import Answer, Generate, ReadText, Refused, Request, Stop
+from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 from trainer.contract.progress import Progress
 from trainer.interaction.session import Interaction
@@ -32,47 +33,59 @@ def serve(folder: Path, device: torch.device, model: str | None, idle_s: float) 
     with Progress("loading"):
         interaction = Interaction(folder, device, model)
     _write(interaction.ready)
-    while (line := requests.next(idle_s)) is not None:
-        for answer in _answers(interaction, line, requests.has_next):
+    while (request := requests.next(idle_s)) is not None:
+        for answer in _answers(interaction, request, requests.is_stopped.is_set):
             _write(answer)
 
 
 class _Requests:
-    """Reads lines in a thread, so that a request can end the generation of the one before."""
+    """Reads requests in a thread, so that `Stop` ends a generation; `is_stopped` is set once it has arrived."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._lines: queue.Queue[bytes | None] = queue.Queue()
-        threading.Thread(target=self._read, args=(stream,), name="requests", daemon=True).start()
+        self.is_stopped = threading.Event()
+        self._read: queue.Queue[Request | Refused | None] = queue.Queue()
+        threading.Thread(target=self._read_all, args=(stream,), name="requests", daemon=True).start()
 
-    def _read(self, stream: BinaryIO) -> None:
+    def _read_all(self, stream: BinaryIO) -> None:
         while line := stream.readline(MOST_BYTES):
-            self._lines.put(line)
-        self._lines.put(None)
+            request = _parsed(line)
+            if isinstance(request, Stop):
+                self.is_stopped.set()
+            else:
+                self._read.put(request)
+        self._read.put(None)
 
-    def next(self, timeout_s: float) -> bytes | None:
-        """Return the next line, or None at the end of the input or after `timeout_s`."""
-        try:
-            return self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+    def next(self, timeout_s: float) -> Request | Refused | None:
+        """Return the next request, or None at the end of the input or after `timeout_s`.
 
-    def has_next(self) -> bool:
-        """Return whether another request, or the end of the input, has arrived."""
-        return not self._lines.empty()
+        A line that is not a request is returned as `Refused`.
+        """
+        with contextlib.suppress(queue.Empty):
+            request = self._read.get(timeout=timeout_s)
+            self.is_stopped.clear()
+            return request
+        return None
 
 
-def _answers(interaction: Interaction, line: bytes, is_over: Callable[[], bool]) -> Iterator[Answer]:
-    """Yield the answers to one request; a request that fails is answered with the reason."""
+def _parsed(line: bytes) -> Request | Refused:
     try:
         request: Request = decode_as(line, cast(type[Any], Request))
+        return request
+    except ValueError as error:
+        return Refused(f"the request is not valid: {error}")
+
+
+def _answers(interaction: Interaction, request: Request | Refused, is_stopped: Callable[[], bool]) -> Iterator[Answer]:
+    """Yield the answers to one request; a request that fails is answered with the reason."""
+    try:
         if isinstance(request, ReadText):
             yield interaction.read(request)
         elif isinstance(request, Generate):
-            yield from interaction.generate(request, is_over)
+            yield from interaction.generate(request, is_stopped)
+        elif isinstance(request, Refused):
+            yield request
     except UserError as error:
         yield Refused(str(error))
-    except ValueError as error:
-        yield Refused(f"the request is not valid: {first_line(error)}")
     except Exception as error:
         if not is_shortage(error):
             raise

@@ -42,7 +42,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request")
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="request"):
-    """Ends the current generation, as does any other request; it has no answer of its own."""
+    """Ends the current generation early; it has no answer of its own."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
