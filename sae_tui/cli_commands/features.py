@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from sae_tui.cli_commands import cards
+from sae_tui.cli_commands import cards, interaction
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, show_table
 from sae_tui.cli_commands.values import job_id_in
@@ -35,7 +35,13 @@ from trainer.contract.wording import bars
 
 
 def features(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print one latent with its max-activating examples, or a list of latents in the requested order."""
+    """Print one latent with its max-activating examples, or a list of latents in the requested order.
+
+    With `--text`, print the latents that fire on a text instead.
+    """
+    interaction.refuse_contradictions(flags)
+    if flags.text is not None:
+        return interaction.read_text(context, flags)
     read = Features(_file(context, flags))
     if flags.sort == "stable" and not read.has_stability:
         raise UserError(f"--sort: {NO_STABILITY}")

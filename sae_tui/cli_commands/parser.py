@@ -12,6 +12,7 @@ from sae_tui.cli_commands.values import (
     array,
     card_name,
     count,
+    generated,
     gpu_indices,
     host,
     port,
@@ -23,6 +24,8 @@ from sae_tui.cli_commands.values import (
     share,
     size,
     step,
+    strength,
+    temperature,
 )
 from sae_tui.gpu import source_names
 from trainer.contract import output
@@ -195,6 +198,11 @@ COMMAND_EXAMPLES = {
         "features 7                     the latents of job 7, sparse ones first",
         'features 7 --search king       latents that fire on "king"',
         "features 7 1234                max-activating examples of latent 1234",
+        'features 7 --text "The king spoke"     the latents that fire on each token of a text',
+    ],
+    "steer": [
+        'steer 7 1234 --prompt "The weather today" --strength 3',
+        'steer 7 1234 88 --ablate --prompt "Who are you?" --chat --json',
     ],
     "completion": [
         "completion --install      for your shell; it prints how to undo it",
@@ -725,6 +733,41 @@ def _add_finding(add: Add) -> None:
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="list at most N; default: %(default)s")
+    latents.add_argument(
+        "--text", metavar="TEXT", help="read this text with the language model: each token's strongest latents"
+    )
+    _add_interaction(latents, "with --text: ")
+    steered = add("steer", "interaction.steer", "Continue a prompt with latents set to other values, and without")
+    _complete_ids(steered.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run"))
+    steered.add_argument("latents", type=rank, nargs="+", metavar="LATENT", help="latents to steer together")
+    steered.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    steered.add_argument(
+        "--strength",
+        type=strength,
+        default=2.0,
+        metavar="X",
+        help="set each latent to X times its largest activation; default: 2",
+    )
+    steered.add_argument("--ablate", action="store_true", help="set the latents to 0, as --strength 0")
+    steered.add_argument("--add", action="store_true", help="add the strength to each latent's own activation")
+    steered.add_argument("--only-generated", action="store_true", help="read the prompt unchanged")
+    steered.add_argument("--tokens", type=generated, default=30, metavar="N", help="tokens to generate; default: 30")
+    steered.add_argument(
+        "--temperature", type=temperature, default=0.0, metavar="T", help="0: the most likely tokens; default: 0"
+    )
+    steered.add_argument("--seed", type=rank, default=0, metavar="N", help="seed of both continuations; default: 0")
+    steered.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
+    _add_interaction(steered)
+
+
+def _add_interaction(command: argparse.ArgumentParser, of: str = "") -> None:
+    command.add_argument("--chat", action="store_true", help=f"{of}a user's message in the model's chat template")
+    command.add_argument(
+        "--model", metavar="PATH", help=f"{of}the language model; default: the one in the SAE's metadata"
+    )
+    command.add_argument(
+        "--cpu", action="store_true", help=f"{of}use no GPU; default: a free GPU if the job ran on one"
+    )
 
 
 def _add_edit_commands(add: Add) -> None:

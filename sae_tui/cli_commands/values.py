@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from trainer.contract.answers.interaction import MOST_GENERATED, MOST_TEMPERATURE
 from trainer.contract.errors import UserError
 
 V = TypeVar("V")
@@ -72,6 +75,34 @@ def price(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f'must be a price like 2.5, not "{_cut(text)}"')
     return value
+
+
+def strength(text: str) -> float:
+    value = _number(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f'must be a number such as 2 or -1.5, not "{_cut(text)}"')
+    return value
+
+
+def temperature(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= MOST_TEMPERATURE:
+        raise argparse.ArgumentTypeError(f'must be a number from 0 to {MOST_TEMPERATURE}, not "{_cut(text)}"')
+    return value
+
+
+def generated(text: str) -> int:
+    value = positive(text)
+    if value > MOST_GENERATED:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_GENERATED:,}, not {value:,}")
+    return value
+
+
+def _number(text: str) -> float:
+    """Return the text as a number, or NaN if it is none."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return math.nan
 
 
 def seconds(text: str) -> float:

@@ -51,6 +51,8 @@ MOST_LATENTS, MOST_TOKENS = 256, 2048
 LEAST_CONTEXT = 32
 # The number of tokens listed whose logits change most, and the probability that they need in one of both cases.
 N_MOVED, LEAST_PROBABLE = 10, 1e-3
+# Smaller changes of logits are rounding errors.
+_LEAST_MOVED = 1e-4
 # The number of rows in a steered batch: the unchanged continuation and the steered one.
 PLAIN, STEERED = 0, 1
 
@@ -80,10 +82,7 @@ class Interaction:
         hooks = _hooks(folder, self._sae)
         stage(LOADING)
         job = _job(self._sae.metadata, hooks, model)
-        try:
-            self._model, self._generates = LanguageModel(job, device, whole=True), True
-        except NoLoss:
-            self._model, self._generates = LanguageModel(job, device), False
+        self._model, self._generates = _load(job, device)
         self._token_bytes = self._model.tokenizer.token_bytes()
         self._special = {*self._model.tokenizer.special}
         self.ready = Ready(
@@ -123,7 +122,7 @@ class Interaction:
         if not self._generates:
             raise UserError(f"{self._model.name} does not predict next tokens; choose a causal model")
         edit = self._edit(request.latents, adds=request.adds)
-        prompt = self._ids(request.prompt, is_chat=request.is_chat, prompts=True)
+        prompt = self._ids(request.prompt, is_chat=request.is_chat, prompts=True, n_more=request.n_tokens)
         counted = torch.tensor([self._counted(prompt) if not request.only_generated else [False] * len(prompt)])
         plain, steered = [*prompt], [*prompt]
         rows, ended = (plain, steered), [False, False]
@@ -169,7 +168,7 @@ class Interaction:
             moved=tuple(
                 MovedToken(self._text([token]), float(moved[token]), float(before[token]), float(after_it[token]))
                 for token in most.tolist()
-                if moved[token]
+                if abs(moved[token]) > _LEAST_MOVED
             ),
             kl=tuple(TokenKl(text, value) for text, value in zip(texts, kl.tolist(), strict=True)),
         )
@@ -177,18 +176,21 @@ class Interaction:
     def _edit(self, latents: Sequence[Steered], *, adds: bool) -> Edit:
         """Return the edit that a request describes; raise `UserError` if a latent is unknown or never fires."""
         known = self._sae.d_sae
-        if wrong := next((one.latent for one in latents if one.latent >= known), None):
-            raise UserError(f"latent {wrong} does not exist; the SAE has latents 0 to {known - 1:,}")
+        if wrong := [one.latent for one in latents if one.latent >= known]:
+            raise UserError(f"latent {wrong[0]} does not exist; the SAE has latents 0 to {known - 1:,}")
+        values = [one.strength and one.strength * self._largest(one.latent) for one in latents]
+        numbers = torch.tensor([one.latent for one in latents], device=self._device)
+        return Edit(self._sae, numbers, torch.tensor(values, device=self._device), adds)
+
+    def _largest(self, latent: int) -> float:
+        """Return a latent's largest activation in the evaluation; raise `UserError` if it is unknown."""
         file = self._folder / FEATURES
         if not file.exists():
             raise UserError(f"{self._folder} has no {FEATURES}, which stores the largest activations; evaluate the SAE")
-        features = Features(file)
-        largest = {one.latent: features.feature(one.latent).largest for one in latents}
-        if silent := next((one.latent for one in latents if not largest[one.latent] and one.strength), None):
-            raise UserError(f"latent {silent} never fired in the evaluation, so its largest activation is unknown")
-        values = [one.strength * largest[one.latent] for one in latents]
-        numbers = torch.tensor([one.latent for one in latents], device=self._device)
-        return Edit(self._sae, numbers, torch.tensor(values, device=self._device), adds)
+        largest = Features(file).feature(latent).largest
+        if not largest:
+            raise UserError(f"latent {latent} never fired in the evaluation, so its largest activation is unknown")
+        return largest
 
     @contextlib.contextmanager
     def _steering(self, edit: Edit, counts: Tensor) -> Iterator[None]:
@@ -213,25 +215,47 @@ class Interaction:
         layer = layer_of_metadata(self._sae.metadata)
         return layer.n_targets if layer else 1
 
-    def _ids(self, text: str, *, is_chat: bool, prompts: bool) -> list[int]:
-        """Return a text's token ids; raise `UserError` if there are none or too many."""
-        tokenizer = self._model.tokenizer
-        if is_chat:
-            ids = tokenizer.chat(text, prompts=prompts)
-        else:
-            (tokens,) = tokenizer.tokens([text])
-            ids = [*tokens.before, *tokens.ids, *([] if prompts else tokens.after)]
-            if not tokens.ids:
-                raise UserError("the text is empty; enter at least one word")
-        if len(ids) > (most := min(MOST_TOKENS, self._model.longest or MOST_TOKENS)):
-            raise UserError(f"the text has {len(ids):,} tokens; enter at most {most:,}")
+    def _ids(self, text: str, *, is_chat: bool, prompts: bool, n_more: int = 0) -> list[int]:
+        """Return a text's token ids; raise `UserError` if there are none, or too many with `n_more` further tokens."""
+        ids = self._chat(text, prompts=prompts) if is_chat else self._plain(text, prompts=prompts)
+        longest = self._model.longest
+        most = MOST_TOKENS if longest is None else min(MOST_TOKENS, longest - n_more)
+        if len(ids) > most:
+            fewer = ", or generate fewer" if n_more else ""
+            raise UserError(f"the text has {len(ids):,} tokens; enter at most {max(0, most):,}{fewer}")
         return ids
+
+    def _plain(self, text: str, *, prompts: bool) -> list[int]:
+        (tokens,) = self._model.tokenizer.tokens([text])
+        if not tokens.ids:
+            raise UserError("the text is empty; enter at least one word")
+        return [*tokens.before, *tokens.ids, *([] if prompts else tokens.after)]
+
+    def _chat(self, text: str, *, prompts: bool) -> list[int]:
+        if not self._model.tokenizer.reads_chats:
+            raise UserError("the model's tokenizer has no chat template; read the text without one")
+        try:
+            return self._model.tokenizer.chat(text, prompts=prompts)
+        except UserError as error:
+            # The message names a setting of a job file.
+            raise UserError(str(error).removeprefix("text.column: ")) from None
 
     def _counted(self, ids: Sequence[int]) -> list[bool]:
         return [at > 0 and one not in self._special for at, one in enumerate(ids)]
 
     def _text(self, ids: Sequence[int]) -> str:
         return b"".join(self._token_bytes[one] for one in ids).decode(errors="replace")
+
+
+def _load(job: ExtractJob, device: torch.device) -> tuple[LanguageModel, bool]:
+    """Return the language model, and whether it predicts next tokens."""
+    try:
+        return LanguageModel(job, device, whole=True), True
+    except NoLoss:
+        return LanguageModel(job, device), False
+    except UserError as error:
+        # The message names a setting of a job file, but the model is named by the SAE's metadata or by a flag.
+        raise UserError(f"the language model: {str(error).removeprefix('model.path: ')}") from None
 
 
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:

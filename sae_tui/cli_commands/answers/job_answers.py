@@ -17,6 +17,7 @@ from sae_tui.jobs.launch.ways import JobRow
 from sae_tui.jobs.view.past_runs import SIZES
 from sae_tui.jobs.view.postmortem import Postmortem
 from sae_tui.jobs.view.quality import Estimate
+from trainer.contract.answers.interaction import FiringLatent, Generated, MovedToken, TextRead, TextToken, TokenKl
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
 from trainer.contract.runs.features import ActivatingExample, Feature, LatentPart, LogitChange, Token
@@ -560,6 +561,65 @@ _ARENA = fields(
         )
     },
 )
+_TEXT = typed(
+    "Text",
+    TextRead,
+    {"tokens": "The tokens of the text."},
+    {
+        "tokens": list_of(
+            typed(
+                "Token",
+                TextToken,
+                {
+                    "text": "The token; tokens that share a character are merged.",
+                    "latents": "Latents that fire on it, strongest first, at most 256.",
+                    "is_counted": "Whether training reads such tokens: not the first token, nor special tokens.",
+                },
+                {
+                    "latents": list_of(
+                        typed(
+                            "Latent",
+                            FiringLatent,
+                            {"latent": "Number of the latent.", "act": "Activation, in the units of the activations."},
+                        )
+                    )
+                },
+            )
+        )
+    },
+)
+_STEERED = typed(
+    "Steered generation",
+    Generated,
+    {
+        "plain": "Continuation without steering.",
+        "steered": "Continuation with steering.",
+        "n_tokens": "Number of tokens of the longer one.",
+        "moved": "Possible next tokens after the prompt whose logits moved most.",
+        "kl": "KL divergence after each token of the prompt and of the continuation without steering.",
+    },
+    {
+        "moved": list_of(
+            typed(
+                "Moved token",
+                MovedToken,
+                {
+                    "text": "The token.",
+                    "logit": "Change of its logit.",
+                    "plain": "Its probability without steering.",
+                    "steered": "Its probability with steering.",
+                },
+            )
+        ),
+        "kl": list_of(
+            typed(
+                "KL divergence",
+                TokenKl,
+                {"text": "The token.", "kl": "KL divergence of the steered prediction after it, in nats."},
+            )
+        ),
+    },
+)
 _DIFF = fields(
     "A crosscoder of two models",
     {
@@ -594,7 +654,13 @@ ANSWERS: dict[str, Schema] = {
     "compare": answer("sae-tui compare --json", _COMPARED, _WRITTEN),
     "arena": answer("sae-tui arena --json", _ARENA),
     "diff": answer("sae-tui diff --json; with --detach the launched job", _DIFF, _LAUNCHED, _JOB_FILE),
-    "features": answer("sae-tui features --json: all latents, or the one that you name", list_of(_FEATURE), _FEATURE),
+    "features": answer(
+        "sae-tui features --json: all latents, or the one that you name; with --text the tokens of the text",
+        list_of(_FEATURE),
+        _FEATURE,
+        _TEXT,
+    ),
+    "steer": answer("sae-tui steer --json", _STEERED),
     "rm": answer("sae-tui rm --json", _REMOVED),
     "repair": answer("sae-tui repair --json", _REPAIRED),
     "stream": {"$schema": DRAFT, "title": "sae-tui stream, one value per line"} | msgspec.json.schema(Message),

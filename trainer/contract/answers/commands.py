@@ -6,7 +6,10 @@ result.
 
 from __future__ import annotations
 
-from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed, word
+import msgspec
+
+from trainer.contract.answers.interaction import Answer
+from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, REFUSAL, SEEDS, answer, card, metrics
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
@@ -355,6 +358,7 @@ ANSWERS: dict[str, Schema] = {
     "export": answer("sae-train export --json", _EXPORT, _EXPORTED_SET),
     "import": answer("sae-train import --json", _IMPORT),
     "eval": answer("sae-train eval --json", _CARDS),
+    "interact": {"$schema": DRAFT, "title": "sae-train interact, one value per line"} | msgspec.json.schema(Answer),
     "estimate": answer("sae-train estimate --json", _ESTIMATE, _ESTIMATE_OF_EXTRACTION),
     "bench": answer("sae-train bench --json", _BENCH),
     "probe": answer("sae-train probe --json", _PROBE),

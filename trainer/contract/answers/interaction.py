@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-MOST_GENERATED = 4096
+# The maximum number of tokens to generate, and the highest temperature.
+MOST_GENERATED, MOST_TEMPERATURE = 4096, 100
 
 
 class ReadText(msgspec.Struct, frozen=True, tag="read", tag_field="request"):
@@ -37,7 +38,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request")
     adds: bool = False
     only_generated: bool = False
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATED)] = 30
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=MOST_TEMPERATURE)] = 0.0
     seed: int = 0
 
 

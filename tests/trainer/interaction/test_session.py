@@ -1,0 +1,361 @@
+"""Checks reading and steering against plain transformers loops with hooks and without a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from support.features import features_file
+from support.tiny_models import D_IN
+from torch import Tensor, nn
+
+from trainer.contract.answers.interaction import (
+    Continued,
+    Generate,
+    Generated,
+    ReadText,
+    Refused,
+    Steered,
+    Stop,
+    TextRead,
+)
+from trainer.contract.errors import UserError
+from trainer.contract.runs.features import FEATURES
+from trainer.interaction.serve import _Requests
+from trainer.interaction.session import Interaction
+
+CPU = torch.device("cpu")
+# The largest activations of the two latents in `features_file`.
+LARGEST = torch.tensor([4.0, 3.0])
+N = 6
+
+
+def weights_of(n_targets: int = 1, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "W_enc": torch.randn(D_IN, 2, generator=generator) / 4,
+        "b_enc": torch.tensor([0.1, -0.1]),
+        "W_dec": torch.randn(2, n_targets * D_IN, generator=generator),
+        "b_dec": torch.randn(n_targets * D_IN, generator=generator) / 10,
+    }
+
+
+def write_sae(folder: Path, model: Path, hook: str, hook_out: str = "", **metadata: Any) -> Path:
+    """Write an SAE of two latents in SAELens's format; with `hook_out`, a transcoder."""
+    n_targets = metadata.pop("n_targets", 1)
+    weights = weights_of(n_targets)
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "sae_weights.safetensors")
+    kind = {"architecture": "transcoder", "d_out": n_targets * D_IN} if hook_out else {"architecture": "standard"}
+    names = {"model_name": str(model), "hook_name": hook} | ({"hook_name_out": hook_out} if hook_out else {})
+    config = {
+        "d_in": D_IN, "d_sae": 2, "dtype": "float32", "apply_b_dec_to_input": not hook_out,
+        "normalize_activations": "none", "reshape_activations": "none", "metadata": names | metadata,
+    }  # fmt: skip
+    (folder / "cfg.json").write_text(json.dumps(config | kind))
+    (folder / FEATURES).write_bytes(features_file())
+    return folder
+
+
+def acts_of(x: Tensor, weights: dict[str, Tensor], *, is_transcoder: bool = False) -> Tensor:
+    inputs = x if is_transcoder else x - weights["b_dec"]
+    return (inputs @ weights["W_enc"] + weights["b_enc"]).relu()
+
+
+class Plain:
+    """The unchanged model in transformers; `changes` maps modules to functions of their input and output."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        base = getattr(self.model, "transformer", None) or self.model.model
+        return getattr(base, "h", None) or base.layers
+
+    @contextlib.contextmanager
+    def changed(self, changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
+        def hook(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+            def after(_: object, inputs: Any, output: Any) -> Any:
+                first = output if isinstance(output, Tensor) else output[0]
+                new = change(inputs[0], first)
+                return new if isinstance(output, Tensor) else (new, *output[1:])
+
+            return after
+
+        handles = [module.register_forward_hook(hook(change)) for module, change in changes.items()]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
+        with self.changed(changes):
+            return self.model(input_ids=torch.tensor([ids])).logits[0]
+
+    def greedy(self, ids: list[int], changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> list[int]:
+        """Continue with the most likely tokens, without a cache."""
+        written = [*ids]
+        for _ in range(N):
+            written.append(int(self.logits(written, changes)[-1].argmax()))
+        return written[len(ids) :]
+
+
+def setting(latent: int, value: float, first: int = 1) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a change that sets a latent of an SAE to a value at all positions from `first` on."""
+    weights = weights_of()
+
+    def change(_: Tensor, rows: Tensor) -> Tensor:
+        delta = (value - acts_of(rows, weights)[..., latent : latent + 1]) * weights["W_dec"][latent]
+        delta[:, :first] = 0
+        return rows + delta
+
+    return change
+
+
+def generated(interaction: Interaction, request: Generate) -> Generated:
+    *steps, last = interaction.generate(request)
+    assert all(isinstance(one, Continued) for one in steps)
+    assert isinstance(last, Generated)
+    assert (steps[-1].plain, steps[-1].steered) == (last.plain, last.steered)
+    return last
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3", "qwen3"])
+def test_a_text_is_shaded_by_what_the_sae_encodes(family: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post")
+    text = "the dog sat on a small mat"
+    read = Interaction(folder, CPU).read(ReadText(text))
+    plain = Plain(tiny(family))
+    ids = plain.tokenizer(text).input_ids
+    taken: list[Tensor] = []
+    plain.logits(ids, {plain.blocks()[1]: lambda _, rows: taken.append(rows) or rows})  # type: ignore[func-returns-value]
+    wanted = acts_of(taken[0][0], weights_of())
+    found = torch.zeros_like(wanted)
+    for at, token in enumerate(read.tokens):
+        for one in token.latents:
+            found[at, one.latent] = one.act
+    assert [token.text for token in read.tokens] == [plain.tokenizer.decode([one]) for one in ids]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    special = set(plain.tokenizer.all_special_ids)
+    assert [token.is_counted for token in read.tokens] == [at > 0 and one not in special for at, one in enumerate(ids)]
+
+
+def test_tokens_that_share_a_character_are_merged(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    read = Interaction(folder, CPU).read(ReadText("a 天🙂 b"))
+    assert "".join(token.text for token in read.tokens) == "a 天🙂 b"
+    assert {"天", "🙂"} <= {token.text.strip() for token in read.tokens}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+@pytest.mark.parametrize("latent", [0, 1])
+def test_a_steered_continuation_equals_a_loop_that_sets_the_latent(
+    family: str, latent: int, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post")
+    request = Generate("the dog ran over the hill", (Steered(latent, 2.5),), n_tokens=N)
+    found = generated(Interaction(folder, CPU), request)
+    plain = Plain(tiny(family))
+    ids = plain.tokenizer(request.prompt).input_ids
+    change = {plain.blocks()[1]: setting(latent, 2.5 * float(LARGEST[latent]))}
+    assert found.plain == plain.tokenizer.decode(plain.greedy(ids, {}))
+    assert found.steered == plain.tokenizer.decode(plain.greedy(ids, change))
+
+
+def test_the_effect_on_predictions_equals_that_of_a_loop(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    request = Generate("a cat saw the dog", (Steered(0, 2.0), Steered(1, 0.0)), n_tokens=N)
+    found = generated(Interaction(folder, CPU), request)
+    plain = Plain(tiny("gpt2"))
+    prompt = plain.tokenizer(request.prompt).input_ids
+    whole = prompt + plain.greedy(prompt, {})
+
+    def both(inputs: Tensor, rows: Tensor) -> Tensor:
+        # The activations of both latents are computed from the same unchanged rows.
+        return setting(0, 8.0)(inputs, rows) + setting(1, 0.0)(inputs, rows) - rows
+
+    before, after = plain.logits(whole, {}), plain.logits(whole, {plain.blocks()[1]: both})
+    kl = nn.functional.kl_div(after.log_softmax(-1), before.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(torch.tensor([one.kl for one in found.kl]), kl, rtol=1e-3, atol=1e-4)
+    assert found.kl[0].kl == pytest.approx(0, abs=1e-5)
+    at = len(prompt) - 1
+    moves = after[at] - before[at]
+    chances = before[at].softmax(-1), after[at].softmax(-1)
+    likely = (torch.maximum(*chances) >= 1e-3).nonzero().flatten().tolist()
+    most = sorted(likely, key=lambda token: -abs(float(moves[token])))[:10]
+    assert [one.text for one in found.moved] == [plain.tokenizer.decode([token]) for token in most]
+    for one, token in zip(found.moved, most, strict=True):
+        values = [float(each[token]) for each in (moves, *chances)]
+        assert [one.logit, one.plain, one.steered] == pytest.approx(values, rel=1e-3, abs=1e-4)
+
+
+def test_a_transcoder_changes_the_output_of_its_mlp(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.mlp.hook_in", "blocks.1.hook_mlp_out")
+    request = Generate("the dog ran over the hill", (Steered(0, 3.0),), n_tokens=N)
+    found = generated(Interaction(folder, CPU), request)
+    plain, weights = Plain(tiny("gpt2")), weights_of()
+
+    def change(inputs: Tensor, written: Tensor) -> Tensor:
+        delta = (12.0 - acts_of(inputs, weights, is_transcoder=True)[..., :1]) * weights["W_dec"][0]
+        delta[:, :1] = 0
+        return written + delta
+
+    ids = plain.tokenizer(request.prompt).input_ids
+    mlp = plain.model.transformer.h[1].mlp
+    assert found.steered == plain.tokenizer.decode(plain.greedy(ids, {mlp: change}))
+    assert found.steered != found.plain
+
+
+def test_a_layer_of_a_cross_layer_transcoder_changes_all_later_mlps(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for layer in range(3):
+        hooks = f"blocks.{layer}.mlp.hook_in", f"blocks.{layer}.hook_mlp_out"
+        place = {"layer": layer, "n_layers": 3}
+        write_sae(tmp_path / f"layer={layer}", tiny("gpt2"), *hooks, cross_layer=place, n_targets=3 - layer)
+    request = Generate("the dog ran over the hill", (Steered(0, 3.0),), n_tokens=N)
+    found = generated(Interaction(tmp_path / "layer=1", CPU), request)
+    plain, weights = Plain(tiny("gpt2")), weights_of(2)
+    own, later = weights["W_dec"][0].split(D_IN)
+    factors: list[Tensor] = []
+
+    def first(inputs: Tensor, written: Tensor) -> Tensor:
+        factor = 12.0 - acts_of(inputs, weights, is_transcoder=True)[..., :1]
+        factor[:, :1] = 0
+        factors[:] = [factor]
+        return written + factor * own
+
+    changes = {
+        plain.model.transformer.h[1].mlp: first,
+        plain.model.transformer.h[2].mlp: lambda _, written: written + factors[0] * later,
+    }
+    ids = plain.tokenizer(request.prompt).input_ids
+    assert found.steered == plain.tokenizer.decode(plain.greedy(ids, changes))
+    (tmp_path / "layer=2" / "cfg.json").unlink()
+    with pytest.raises(UserError, match="has no layer 2 of the cross-layer transcoder"):
+        Interaction(tmp_path / "layer=1", CPU)
+
+
+def test_adding_nothing_changes_nothing_even_if_tokens_are_sampled(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    interaction = Interaction(folder, CPU)
+    how = {"adds": True, "temperature": 1.5, "n_tokens": 12}
+    texts = [
+        generated(interaction, Generate("the cat", (Steered(0, 0.0),), seed=seed, **how)).plain for seed in (3, 3, 4)
+    ]
+    found = generated(interaction, Generate("the cat", (Steered(0, 0.0),), seed=3, **how))
+    assert found.plain == found.steered == texts[0] == texts[1] != texts[2]
+    assert all(one.kl == 0 for one in found.kl)
+    assert not found.moved
+
+
+def test_the_prompt_can_be_read_unchanged(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    request = Generate("the dog ran over the hill", (Steered(0, 5.0),), only_generated=True, n_tokens=N)
+    found = generated(Interaction(folder, CPU), request)
+    n_prompt = len(Plain(tiny("gpt2")).tokenizer(request.prompt).input_ids)
+    assert all(one.kl == pytest.approx(0, abs=1e-5) for one in found.kl[:n_prompt])
+    assert any(one.kl > 0.01 for one in found.kl[n_prompt:])
+
+
+def test_a_generation_can_be_ended_early(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    checks = iter([False, True])
+    answers = [*Interaction(folder, CPU).generate(Generate("the cat", (Steered(0),)), lambda: next(checks))]
+    assert [type(one) for one in answers] == [Continued, Continued, Generated]
+
+
+def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    interaction = Interaction(write_sae(tmp_path / "sae", tiny("qwen3"), "blocks.1.hook_resid_post"), CPU)
+    assert interaction.ready.reads_chats
+    read = interaction.read(ReadText("the cat", is_chat=True))
+    assert "".join(token.text for token in read.tokens) == "user: the cat<eos>"
+    assert not read.tokens[-1].is_counted
+    other = Interaction(write_sae(tmp_path / "other", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    assert not other.ready.reads_chats
+    with pytest.raises(UserError, match="tokenizer has no chat template; read"):
+        other.read(ReadText("the cat", is_chat=True))
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        (Generate("a cat", (Steered(2),)), "latent 2 does not exist; the SAE has latents 0 to 1"),
+        (Generate("", (Steered(0),)), "the text is empty"),
+        (ReadText(""), "the text is empty"),
+        (ReadText(("the cat " * 40).strip()), r"the text has 80 tokens; enter at most 64"),
+        (Generate(("the cat " * 31).strip(), (Steered(0),), n_tokens=4), r"has 62 tokens.* enter at most 60"),
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_fulfilled_is_refused_in_a_sentence(
+    request_: Any, problem: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    interaction = Interaction(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    with pytest.raises(UserError, match=problem):
+        list(interaction.generate(request_)) if isinstance(request_, Generate) else interaction.read(request_)
+
+
+def test_steering_needs_the_largest_activations(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    silent = features_file(largest=("F32", "f", [2], [0.0, 3.0]))
+    (folder / FEATURES).write_bytes(silent)
+    interaction = Interaction(folder, CPU)
+    with pytest.raises(UserError, match="latent 0 never fired"):
+        list(interaction.generate(Generate("a cat", (Steered(0, 2.0),))))
+    (folder / FEATURES).unlink()
+    with pytest.raises(UserError, match="which stores the largest activations; evaluate the SAE"):
+        list(interaction.generate(Generate("a cat", (Steered(0, 2.0),))))
+    # Ablation needs no unit.
+    assert [*interaction.generate(Generate("a cat", (Steered(0, 0.0),), n_tokens=1))]
+
+
+def test_a_model_without_an_unembedding_reads_texts_but_does_not_generate(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    interaction = Interaction(write_sae(tmp_path / "sae", tiny("bert"), "resid_post.1"), CPU)
+    assert not interaction.ready.generates
+    assert isinstance(interaction.read(ReadText("the cat")), TextRead)
+    with pytest.raises(UserError, match="does not predict next tokens"):
+        list(interaction.generate(Generate("a cat", (Steered(0),))))
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ({"model_name": "/nowhere/model"}, "^the language model: there is nothing at /nowhere/model"),
+        ({"model_name": None}, "--model: the SAE's metadata names no language model"),
+        ({"hook_name": None}, "its metadata names no hook"),
+        ({"hook_name": "blocks.9.hook_resid_post"}, "^the language model: .*"),
+    ],
+    ids=str,
+)
+def test_an_sae_whose_model_is_unknown_is_refused_in_a_sentence(
+    names: dict[str, Any], problem: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
+    config = json.loads((folder / "cfg.json").read_text())
+    config["metadata"] |= names
+    (folder / "cfg.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=problem):
+        Interaction(folder, CPU)
+
+
+def test_requests_are_parsed_and_a_stop_does_not_end_later_ones() -> None:
+    lines = [b'{"request": "stop"}', b"nonsense", b'{"request": "read", "text": "a"}', b'{"request": "stop"}']
+    requests = _Requests(io.BytesIO(b"\n".join(lines) + b"\n"))
+    refused = requests.next(10)
+    assert isinstance(refused, Refused)
+    assert refused.message.startswith("the request is not valid: ")
+    assert requests.next(10) == ReadText("a")
+    assert requests.next(10) is None
+    assert Stop() != requests.next(0)
