@@ -1,4 +1,4 @@
-"""`sae-tui features`: shows an SAE's latents with max-activating examples."""
+"""`sae-tui features | annotate`: shows an SAE's latents with max-activating examples, and writes notes on them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from sae_tui.cli_commands import cards, interaction
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.output import say, show_json, show_table
+from sae_tui.cli_commands.output import say, show_json, show_table, warn
+from sae_tui.cli_commands.selection import bad_usage
 from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.evaluation.outcome import NO_TOKENS
 from sae_tui.jobs.features import (
+    STAR,
+    Found,
     counts,
     family_words,
     features_in,
@@ -20,6 +25,7 @@ from sae_tui.jobs.features import (
     has_features,
     in_row,
     in_words,
+    note_lines,
     part_lines,
     search,
     stability_words,
@@ -29,9 +35,15 @@ from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
+from trainer.contract.output import has_done
+from trainer.contract.printable import on_one_line
 from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.features import NO_PARTS, NO_STABILITY, Feature, Features, is_filter
+from trainer.contract.runs.latent_notes import LatentNote, change_note
 from trainer.contract.wording import bars
+
+# The flags of `annotate` that change a note, and their values for an empty note.
+_EMPTY = {"starred": False, "name": "", "note": ""}
 
 
 def features(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -42,7 +54,7 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
     interaction.refuse_contradictions(flags)
     if flags.text is not None:
         return interaction.read_text(context, flags)
-    read = Features(_file(context, flags))
+    read = _open(context, flags)
     if flags.sort == "stable" and not read.has_stability:
         raise UserError(f"--sort: {NO_STABILITY}")
     if flags.sort == "norm" and not read.has_parts:
@@ -54,8 +66,8 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
         else:
             _show(feature, read)
         return Exit.DONE
-    firing, others = (read.order(flags.sort), []) if flags.search is None else search(read, flags.search)
-    latents = [*firing, *others]
+    found = Found([], read.order(flags.sort), []) if flags.search is None else search(read, flags.search)
+    latents = [*found.noted, *found.firing, *found.others]
     shown = [read.feature(latent) for latent in latents[: flags.limit]]
     if context.as_json:
         show_json(shown)
@@ -64,13 +76,60 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.search is None or is_filter(flags.search):
         _list(shown)
     else:
-        say(f"fire on the words: {len(firing):,}")
-        _list(shown[: len(firing)])
-        say(f"only in their texts: {len(others):,}")
-        _list(shown[len(firing) :])
+        titles = ("in your notes", "fire on the words", "only in their texts")
+        for title, some in zip(titles, found, strict=True):
+            if some or title != titles[0]:
+                say(f"{title}: {len(some):,}")
+                _list([one for one in shown if one.latent in some])
     if len(shown) < len(latents):
         say(f"{len(latents) - len(shown):,} more; show them with --limit N")
     return Exit.DONE
+
+
+def annotate(context: CommandContext, flags: argparse.Namespace) -> int:
+    """Change or print the note on a latent, or print the notes on all latents."""
+    read = _open(context, flags)
+    changes = {name: getattr(flags, name) for name in _EMPTY if getattr(flags, name) is not None}
+    changes = _EMPTY | changes if flags.clear else changes
+    if flags.latent is None:
+        if changes:
+            raise bad_usage("LATENT: is missing", "name the latent, as in `annotate 7 1234 --star`")
+        return _show_notes(context, [read.notes.by_latent[latent] for latent in sorted(read.notes.by_latent)])
+    read.feature(flags.latent)  # refuses a latent that does not exist
+    if not changes:
+        return _show_note(context, read.notes.by_latent.get(flags.latent, LatentNote(flags.latent)))
+    changed = change_note(read.folder, flags.latent, lambda note: replace(note, **changes))
+    has_done(f"the note on latent {flags.latent} is written")
+    return _show_note(context, changed.after)
+
+
+def _show_notes(context: CommandContext, notes: Sequence[LatentNote]) -> int:
+    if context.as_json:
+        show_json(notes)
+    elif notes:
+        show_table(
+            ("LATENT", "STAR", "NAME", "NOTE"),
+            ((one.latent, STAR * one.starred, on_one_line(one.name), on_one_line(one.note)) for one in notes),
+        )
+    else:
+        say("no latent has a note; `sae-tui annotate RUN LATENT --star` stars one")
+    return Exit.DONE
+
+
+def _show_note(context: CommandContext, note: LatentNote) -> int:
+    if context.as_json:
+        show_json(note)
+        return Exit.DONE
+    words = [STAR * note.starred, on_one_line(note.name), on_one_line(note.note)]
+    say(f"latent {note.latent}: {' · '.join(filter(None, words)) or 'no note'}")
+    return Exit.DONE
+
+
+def _open(context: CommandContext, flags: argparse.Namespace) -> Features:
+    read = Features(_file(context, flags))
+    if read.notes.problem:
+        warn(read.notes.problem)
+    return read
 
 
 def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
@@ -83,7 +142,8 @@ def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
             raise UserError(words)
         if not has_features(context.data, job_id) and not may_tell_tokens(job.config):
             raise UserError(f"job {job_id}: {NO_TOKENS}")
-        files = _of_card(context, job_id, flags.card) if flags.card else features_of_job(context.data, job_id)
+        number = getattr(flags, "card", None)
+        files = _of_card(context, job_id, number) if number else features_of_job(context.data, job_id)
     else:
         files = features_in(Path(os.path.expanduser(flags.run)))
     if flags.sae is None and len(files) == 1:
@@ -105,18 +165,24 @@ def _of_card(context: CommandContext, job_id: int, number: int) -> dict[str, Pat
 def _list(shown: Sequence[Feature]) -> None:
     if shown:
         parts = [f"IN {letter(number)}" for number in range(len(shown[0].parts))]
-        show_table(("LATENT", "DENSITY", "LARGEST", *parts, "FIRES ON"), map(_cells, shown))
+        has_notes = any(one.starred or one.name for one in shown)
+        names = ["STAR", "NAME"] if has_notes else []
+        headings = ("LATENT", "DENSITY", "LARGEST", *parts, *names, "FIRES ON")
+        show_table(headings, (_cells(one, has_notes=has_notes) for one in shown))
 
 
-def _cells(one: Feature) -> tuple[object, ...]:
+def _cells(one: Feature, *, has_notes: bool) -> tuple[object, ...]:
     shares = [f"{part.share:.2f}" for part in one.parts]
-    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *shares, strongest_tokens(one)
+    own = [STAR * one.starred, on_one_line(one.name)] if has_notes else []
+    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *shares, *own, strongest_tokens(one)
 
 
 def _show(feature: Feature, read: Features) -> None:
     share = f"{feature.density:.3%} of {read.n_rows:,} rows{family_words(feature)}"
     say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
+    for title, words in note_lines(feature):
+        say(f"{title.lower():<11}  {on_one_line(words)}")
     if words := stability_words(feature):
         say(f"stability    {words}")
     for title, words in part_lines(feature):

@@ -198,11 +198,17 @@ COMMAND_EXAMPLES = {
         "features 7                     the latents of job 7, sparse ones first",
         'features 7 --search king       latents that fire on "king"',
         "features 7 1234                max-activating examples of latent 1234",
+        "features 7 --search starred:   the latents that you have starred",
         'features 7 --text "The king spoke"     the latents that fire on each token of a text',
     ],
     "steer": [
         'steer 7 1234 --prompt "The weather today" --strength 3',
         'steer 7 1234 88 --ablate --prompt "Who are you?" --chat --json',
+    ],
+    "annotate": [
+        "annotate 7 1234 --star --name 'names of kings'",
+        "annotate 7 1234 --note 'also fires on queens, less strongly'",
+        "annotate 7                     all notes on the latents of job 7",
     ],
     "completion": [
         "completion --install      for your shell; it prints how to undo it",
@@ -718,14 +724,17 @@ def _add_finding(add: Add) -> None:
     )
     latents.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
     order = (
-        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last; norm:"
-        " by the relative norm of a crosscoder's decoder rows; default: sparse"
+        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last;"
+        " starred: latents with a star, a name or a note first; norm: by the relative norm of a crosscoder's decoder"
+        " rows; default: sparse"
     )
     latents.add_argument("--sort", choices=_choices(latents, _orders_of_latents), default="sparse", help=order)
     latents.add_argument(
         "--search",
         metavar="WORDS",
-        help="only latents whose max-activating examples contain these words; latents firing on the words come first;"
+        help="only latents whose max-activating examples, name or note contain these words; latents with the words in"
+        " your notes come first, and then latents firing on them; starred: keeps latents with a star, and named:WORD"
+        " latents with this word in their name;"
         " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token;"
         " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
         " latents with a larger relative norm",
@@ -768,6 +777,23 @@ def _add_interaction(command: argparse.ArgumentParser, of: str = "") -> None:
     command.add_argument(
         "--cpu", action="store_true", help=f"{of}use no GPU; default: a free GPU if the job ran on one"
     )
+
+    _add_annotate(add)
+
+
+def _add_annotate(add: Add) -> None:
+    note = add("annotate", "features.annotate", "Star latents of an SAE, and write names and notes for them")
+    run = note.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
+    _complete_ids(run)
+    which = "the latent; leave it out to list all notes"
+    note.add_argument("latent", type=rank, nargs="?", metavar="LATENT", help=which)
+    note.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
+    star = note.add_mutually_exclusive_group()
+    star.add_argument("--star", dest="starred", action="store_true", default=None, help="star the latent")
+    star.add_argument("--unstar", dest="starred", action="store_false", default=None, help="remove its star")
+    note.add_argument("--name", metavar="TEXT", help='give it a name of at most 80 characters; "" removes it')
+    note.add_argument("--note", metavar="TEXT", help='write a note of at most 2,000 characters; "" removes it')
+    note.add_argument("--clear", action="store_true", help="first remove its star, name and note")
 
 
 def _add_edit_commands(add: Add) -> None:

@@ -6,9 +6,11 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.printable import on_one_line, printable_lines
 from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, letter
 from trainer.contract.runs.features import (
     DENSE,
@@ -21,6 +23,7 @@ from trainer.contract.runs.features import (
     is_filter,
 )
 
+STAR = "★"
 # The maximum number of tokens shown for a latent in a list.
 MOST_TOKENS = 6
 _BOUND_WORDS: dict[Family, str] = {"token": "on one token", "position": "at one position", "rare": "rare"}
@@ -62,17 +65,38 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
     raise UserError(problem)
 
 
-def search(features: Features, words: str) -> tuple[list[int], list[int]]:
-    """Return the latents that fire on these words, and the other latents whose examples contain the words.
+class Found(NamedTuple):
+    """The latents that a search found: by your notes, because they fire on the words, or only by their texts.
+
+    A latent is in the first list to which it belongs.
+    """
+
+    noted: list[int]
+    firing: list[int]
+    others: list[int]
+
+    @property
+    def words(self) -> str:
+        """The numbers of latents, as text, like `1 by your notes, 9 fire on it, 525 have it only in their texts`."""
+        texts = [f"{len(self.noted):,} by your notes"] if self.noted else []
+        texts += [f"{len(self.firing):,} {'fires' if len(self.firing) == 1 else 'fire'} on it"]
+        only = "has it only in its texts" if len(self.others) == 1 else "have it only in their texts"
+        return ", ".join(texts + [f"{len(self.others):,} {only}"] * bool(self.others))
+
+
+def search(features: Features, words: str) -> Found:
+    """Return the latents whose name, note or examples contain these words.
 
     Raise `UserError` if there are no such latents.
     """
-    found = features.search_apart(words)
-    if any(found):
-        return found
+    noted = features.search_notes(words)
+    firing, others = ([one for one in some if one not in noted] for some in features.search_apart(words))
+    if noted or firing or others:
+        return Found(noted, firing, others)
     if is_filter(words):
         raise UserError(f"no latent matches {words}")
-    raise UserError(f'no max-activating example contains a token with "{words}"')
+    in_notes = ", and no note has it" if features.notes.by_latent else ""
+    raise UserError(f'no max-activating example contains a token with "{words}"{in_notes}')
 
 
 def counts(features: Features) -> str:
@@ -117,6 +141,23 @@ def part_lines(feature: Feature) -> list[tuple[str, str]]:
 def _by_part(values: Sequence[float | None]) -> str:
     known = ("–" if value is None else f"{value:.2f}" for value in values)
     return "  ".join(f"{letter(number)} {value}" for number, value in enumerate(known))
+
+
+def label(feature: Feature) -> str:
+    """Return what a list shows for a latent: its name, if it has one, and the tokens on which it fires."""
+    return " · ".join(filter(None, [on_one_line(feature.name), strongest_tokens(feature)]))
+
+
+def note_lines(feature: Feature) -> list[tuple[str, str]]:
+    """Return titles and texts about what the user has written about a latent: its star and name, and its note."""
+    star = STAR if feature.starred else ""
+    lines = [
+        ("Name", " ".join(filter(None, [star, on_one_line(feature.name)]))),
+        ("Note", printable_lines(feature.note)),
+    ]
+    if feature.noted_at_tokens is not None:
+        lines.append(("Written", f"about other weights, trained on {feature.noted_at_tokens:,} tokens"))
+    return [line for line in lines if line[1]]
 
 
 def strongest_tokens(feature: Feature) -> str:

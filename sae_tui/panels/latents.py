@@ -11,7 +11,16 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
-from sae_tui.jobs.features import family_words, in_row, part_lines, readable, stability_words, strongest_tokens
+from sae_tui.jobs.features import (
+    STAR,
+    family_words,
+    in_row,
+    label,
+    note_lines,
+    part_lines,
+    readable,
+    stability_words,
+)
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.crosscoder import letter
@@ -68,6 +77,10 @@ class LatentList(LineView, can_focus=True):
     def n_firing(self) -> int:
         """The number of listed latents above the separator."""
         return self._n_firing
+
+    def show_notes(self) -> None:
+        """Draw the list again after a note was changed; the latents keep their places."""
+        self._draw()
 
     @property
     def latent(self) -> int | None:
@@ -133,7 +146,8 @@ class LatentList(LineView, can_focus=True):
 
 
 def _cells(feature: Feature) -> tuple[str, str, str, str]:
-    return str(feature.latent), f"{feature.density:.3%}", f"{feature.largest:.2f}", strongest_tokens(feature)
+    number = f"{STAR if feature.starred else ' '}{feature.latent:>6}"
+    return number, f"{feature.density:.3%}", f"{feature.largest:.2f}", label(feature)
 
 
 def _row(cells: tuple[str, str, str, str], width: int, parts: Sequence[str] = ()) -> str:
@@ -185,10 +199,15 @@ class LatentDetail(LineView, can_focus=True):
             self.show_titled((("Features", "title"),), [((f" {text}", "dim"),) for text in wrapped])
 
 
-def _stability_lines(feature: Feature, width: int) -> list[Line]:
-    first, *others = textwrap.wrap(stability_words(feature), max(10, width - 12)) or [""]
-    lines: list[Line] = [(("Stability   ", "label"), (first, "text"))] if first else []
-    return lines + [((" " * 12, "label"), (line, "text")) for line in others]
+def _wrapped(title: str, text: str, width: int) -> list[Line]:
+    """Return a titled text over several lines; [] for an empty text."""
+    space = max(10, width - 12)
+    lines = [one for line in text.splitlines() for one in textwrap.wrap(line, space) or [""]]
+    return [((f"{'' if number else title:<12}", "label"), (visible(line), "text")) for number, line in enumerate(lines)]
+
+
+def _note_lines(feature: Feature, width: int) -> list[Line]:
+    return [line for title, text in note_lines(feature) for line in _wrapped(title, text, width)]
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
@@ -197,6 +216,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
     head: list[Line] = [
+        *_note_lines(feature, width),
         *(((line, "text"),) for line in textwrap.wrap(often, max(10, width))),
         (
             ("Activations ", "label"),
@@ -205,7 +225,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
             (f" {feature.largest:.2f}", "text"),
         ),
         (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
-        *_stability_lines(feature, width),
+        *_wrapped("Stability", stability_words(feature), width),
         *(((f"{title:<12}", "label"), (fit(text, max(0, width - 12)), "text")) for title, text in part_lines(feature)),
         *_moved_lines(feature, width),
         ((" ", "text"),),

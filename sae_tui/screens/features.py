@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
 from typing import get_args
 
+from msgspec.structs import replace
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -15,23 +16,26 @@ from textual.widgets import Label
 from sae_tui.format import fit
 from sae_tui.jobs.evaluation.outcome import has_features
 from sae_tui.jobs.evaluation.request import offer
-from sae_tui.jobs.features import counts, features_of_job, search
+from sae_tui.jobs.features import Found, counts, features_of_job, search
 from sae_tui.jobs.view.watcher import NewsOfJob
+from sae_tui.panels.far_jobs import there
 from sae_tui.panels.latents import LatentDetail, LatentList
 from sae_tui.screens.evaluate import Evaluates
 from sae_tui.session import Session
-from sae_tui.widgets.ask import Ask
-from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.ask import Ask, AskText
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, entitle
 from sae_tui.widgets.old_keys import old_key
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import Features, Order, is_filter
+from trainer.contract.runs.latent_notes import Change, Changed, change_note
 from trainer.contract.wording import plural
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 WORDS: dict[Order, str] = {
     "sparse": "0.01 to 1 % first",
+    "starred": "starred and named first",
     "density": "most frequent first",
     "largest": "strongest first",
     "stable": "stable over seeds first",
@@ -40,7 +44,8 @@ WORDS: dict[Order, str] = {
 }
 
 
-_OF_LATENTS = frozenset({"search", "next_order", "go_to", "go_to_nearest"})
+_NOTES = frozenset({"star", "name", "note", "undo"})
+_OF_LATENTS = _NOTES | {"search", "next_order", "go_to", "go_to_nearest"}
 
 
 class Opened(Message):
@@ -64,14 +69,18 @@ def open_features(data: DataDir, job_id: int) -> Opened:
     if not has_features(data.sae(job_id)):
         problem, question = offer(data, job_id)
         return Opened({}, f"{problem[:1].upper()}{problem[1:]}.", question)
-    return Opened({label: Features(file) for label, file in features_of_job(data, job_id).items()})
+    opened = {label: Features(file) for label, file in features_of_job(data, job_id).items()}
+    for features in opened.values():
+        features.read_notes_again()  # in this thread, since the disk may be slow
+    return Opened(opened)
 
 
-def _found(n_firing: int, n_others: int) -> str:
-    """Describe the results of a search, like `9 fire on it, 525 have it only in their texts`."""
-    fire = f"{n_firing:,} {'fires' if n_firing == 1 else 'fire'} on it"
-    others = "has it only in its texts" if n_others == 1 else "have it only in their texts"
-    return f"{fire}, {n_others:,} {others}" if n_others else fire
+class Noted(Message):
+    """A note on a latent was changed; the features contain the new notes. `undoes` says whether it was undone."""
+
+    def __init__(self, features: Features, changed: Changed, undoes: bool) -> None:
+        super().__init__()
+        self.features, self.changed, self.undoes = features, changed, undoes
 
 
 class FeaturesScreen(Evaluates, FramedScreen):
@@ -80,15 +89,20 @@ class FeaturesScreen(Evaluates, FramedScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go to the previous screen"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents whose examples contain these words (firing on them first), stable:>0.7, part:B"),
+                tooltip="Only latents whose notes or examples contain these words, starred:, stable:>0.7, part:B"),
         Binding("o", "next_order", "Order", id="features.sort",
-                tooltip="0.01 to 1 % first, by density, by largest activation, by stability, by norm, by number"),
+                tooltip="0.01 to 1 % first, starred first, by density, largest activation, stability, norm or number"),
         Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="Go to a latent by its number"),
         Binding("equals_sign", "go_to_nearest", "Nearest", key_display="=", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
         old_key("s", "next_order"),
         old_key("g", "go_to"),
         old_key("n", "go_to_nearest"),
+        Binding("asterisk", "star", "Star", key_display="*", id="features.star",
+                tooltip="Star the latent, or remove its star"),
+        Binding("R", "name", "Name", id="features.name", tooltip="Give the latent a name"),
+        Binding("N", "note", "Note", id="features.note", tooltip="Write a note on the latent"),
+        Binding("u", "undo", "Undo", show=False, id="features.undo", tooltip="Undo the last star, name or note"),
         Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE: another setting or seed"),
     ]  # fmt: skip
     DEFAULT_CSS = """
@@ -108,6 +122,9 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._opened: dict[str, Features] = {}
         self._asked = False
         self._news = NewsOfJob(session.watcher, job_id)
+        # The changes of notes that can be undone, with the SAE's features.
+        self._changes: list[tuple[Features, Changed]] = []
+        self._one_change = threading.Lock()
 
     def compose(self) -> ComposeResult:
         yield Label("", id="features-title", markup=False)
@@ -152,11 +169,18 @@ class FeaturesScreen(Evaluates, FramedScreen):
             return
         if self.member not in event.opened:
             self.member = next(iter(event.opened))
+        if problem := next((one.notes.problem for one in event.opened.values() if one.notes.problem), ""):
+            self.notify(f"{problem}.", title="Notes", severity="warning", markup=False)
         self.refresh_bindings()
         self._show()
 
     def _say_that_it_goes_on(self) -> None:
         self.query_one(LatentDetail).show_instead(f"Job {self.job_id} is being evaluated …")
+
+    def keys_offered(self) -> FooterOffer:
+        """Hide the keys that write notes if they cannot be used."""
+        cannot = self.session.readonly or bool(self.session.place)
+        return FooterOffer(hidden=frozenset(f"features.{name}" for name in _NOTES) if cannot else frozenset())
 
     @property
     def _features(self) -> Features | None:
@@ -166,14 +190,19 @@ class FeaturesScreen(Evaluates, FramedScreen):
         """List the latents in the chosen order, with the cursor on `latent`."""
         if self._features is not None:
             try:
-                apart = search(self._features, self.words) if self.words else (self._features.order(self.order), [])
+                found = self._found(self._features, self.words)
             except UserError:  # an evaluation has replaced the file
-                self.words, apart = "", (self._features.order(self.order), [])
-            self._list(*apart, latent)
+                self.words, found = "", self._found(self._features, "")
+            self._list(found, latent)
 
-    def _list(self, latents: Sequence[int], others: Sequence[int], latent: int | None) -> None:
+    def _found(self, features: Features, words: str) -> Found:
+        return search(features, words) if words else Found([], features.order(self.order), [])
+
+    def _list(self, found: Found, latent: int | None) -> None:
         if self._features is not None:
-            self.query_one(LatentList).show_latents(self._features, latents, others, latent)
+            self._last = found
+            latents = [*found.noted, *found.firing]
+            self.query_one(LatentList).show_latents(self._features, latents, found.others, latent)
             self._title()
 
     def _title(self) -> None:
@@ -182,8 +211,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if self._features is None:
             parts.append("Features")
         elif self.words:
-            n_others = len(listed.latents) - listed.n_firing
-            found = plural(listed.n_firing, "latent") if is_filter(self.words) else _found(listed.n_firing, n_others)
+            found = plural(listed.n_firing, "latent") if is_filter(self.words) else self._last.words
             parts.append(f"'{self.words}': {found}")
         else:
             parts += [plural(len(listed.latents), "latent"), counts(self._features), WORDS[self.order]]
@@ -211,13 +239,14 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self.words, latent = "", self.query_one(LatentList).latent
         has = {"stable": self._features and self._features.has_stability}
         has |= {"norm": self._features and self._features.has_parts}
+        has |= {"starred": self._features and bool(self._features.notes.by_latent)}
         known = [order for order in ORDERS if has.get(order, True)]
         self.order = known[(known.index(self.order) + 1) % len(known)] if self.order in known else known[0]
         self._show(latent)
 
     def action_search(self) -> None:
         self.app.push_screen(
-            Ask("Find in the texts", "words or parts of words, or stable:>0.7, part:B, norm:>0.9", self.words),
+            Ask("Find in notes and texts", "words or parts of words, or starred:, stable:>0.7, part:B", self.words),
             self._search,
         )
 
@@ -225,12 +254,12 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if words is None or self._features is None:
             return
         try:
-            apart = search(self._features, words) if words else (self._features.order(self.order), [])
+            found = self._found(self._features, words)
         except UserError as error:
             self.notify(str(error), severity="warning", markup=False)
             return
         self.words = words
-        self._list(*apart, None)
+        self._list(found, None)
 
     def action_go_to(self) -> None:
         self.app.push_screen(Ask("Go to latent", "its index"), self._go_to)
@@ -246,7 +275,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
             self.notify(f"Latent {int(text)} has not fired.", severity="warning")
         else:
             self.words = ""
-            self._list(latents, [], int(text))
+            self._list(Found([], latents, []), int(text))
 
     def action_go_to_nearest(self) -> None:
         latent = self.query_one(LatentList).latent
@@ -259,6 +288,71 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self.member = labels[(labels.index(self.member) + 1) % len(labels)]
         self.words = ""
         self._show()
+
+    def action_star(self) -> None:
+        self._change(lambda note: replace(note, starred=not note.starred))
+
+    def action_name(self) -> None:
+        self._ask_for("Name of latent", "what it fires on; an empty name removes it", "name", Ask)
+
+    def action_note(self) -> None:
+        self._ask_for("Note on latent", "what you know about it; an empty note removes it", "note", AskText)
+
+    def _ask_for(self, question: str, placeholder: str, field: str, dialog: type[Ask]) -> None:
+        """Ask for a field of the note on the latent under the cursor, and write it."""
+        features, latent = self._features, self.query_one(LatentList).latent
+        if features is None or latent is None or self._refused():
+            return
+
+        def take(text: str | None) -> None:
+            if text is not None:
+                self._write(features, latent, lambda note: replace(note, **{field: text}))
+
+        now = getattr(features.feature(latent), field)
+        self.app.push_screen(dialog(f"{question} {latent}", placeholder, now), take)
+
+    def action_undo(self) -> None:
+        if self._refused():
+            return
+        if not self._changes:
+            self.notify("No star, name or note has been changed since this screen was opened.", severity="warning")
+            return
+        features, changed = self._changes.pop()
+        self._write(features, changed.before.latent, changed.undo, undoes=True)
+
+    def _refused(self) -> bool:
+        """Return whether notes cannot be written here; if so, say why."""
+        if self.session.place and not self.session.actions.refused():
+            host = self.session.place.removeprefix(" on ")
+            self.notify(there(host, self.job_id, "annotate ID LATENT"), severity="warning", markup=False)
+        return bool(self.session.place) or self.session.actions.refused()
+
+    def _change(self, change: Change) -> None:
+        """Change the note on the latent under the cursor."""
+        features, latent = self._features, self.query_one(LatentList).latent
+        if features is not None and latent is not None and not self._refused():
+            self._write(features, latent, change)
+
+    def _write(self, features: Features, latent: int, change: Change, *, undoes: bool = False) -> None:
+        def write() -> str:
+            # Without the lock, an earlier change could be shown after a later one.
+            with self._one_change:
+                changed = change_note(features.folder, latent, change)
+                features.read_notes_again()
+                self.post_message(Noted(features, changed, undoes))
+            return f"the last change of latent {latent} is undone" if undoes else ""
+
+        self.session.actions.do(write)
+
+    @on(Noted)
+    def _show_noted(self, event: Noted) -> None:
+        if not event.undoes and event.changed.before != event.changed.after:
+            self._changes.append((event.features, event.changed))
+        if event.features is self._features:
+            listed = self.query_one(LatentList)
+            listed.show_notes()
+            if (latent := listed.latent) is not None:
+                self.query_one(LatentDetail).show_feature(event.features.feature(latent), event.features)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the keys for latents only if there are some, and for switching between SAEs if there are several."""

@@ -16,6 +16,7 @@ from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
 from trainer.contract.runs.features import STABILITY
+from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import FIRES_ON, STABLE_COSINE, TWINS, Card, quality_words, summary
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
@@ -35,7 +36,6 @@ from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
 from trainer.saes.sparse_acts import Acts, DenseActs
-from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))

@@ -16,6 +16,7 @@ from trainer.contract.progress import Planned, Progress
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.evaluation_time import SEEDS, planned
 from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import (
     FIRES_ON,
     IN_MODEL,
@@ -42,7 +43,6 @@ from trainer.evaluation.stability import are_compared, write_stability
 from trainer.evaluation.twins import write_twins
 from trainer.sharing.base import NOTHING_GIVEN, Given
 from trainer.sharing.finding import in_folder
-from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, kept_in, output_of
 
 # The default number of texts to keep for each latent.

@@ -25,6 +25,7 @@ from trainer.contract.progress import advance, stage
 from trainer.contract.runs.card_versions import of_weights, weights_of
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.evaluation_time import LOADING, READING, ROWS_READ_AGAIN
+from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import (
     FIRES_ON,
     IN_MODEL,
@@ -73,7 +74,6 @@ from trainer.saes.hierarchical_topk import HierarchicalTopK
 from trainer.saes.refinement import refined_output, refuse_transcoder
 from trainer.saes.sparse_acts import Acts
 from trainer.sharing.base import shared_form
-from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts

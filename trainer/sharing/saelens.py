@@ -8,7 +8,6 @@ from typing import Any
 
 from trainer.activations.side_by_side import JOINED
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
-from trainer.contract.json_file import read_json
 from trainer.contract.printable import printable
 from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
@@ -86,13 +85,6 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
     shared = shared_form(sae, metadata)
     only_sparsify = SaeLens().refusal(shared) is not None and Sparsify().refusal(shared) is None
     (Sparsify() if only_sparsify else SaeLens()).write(shared, folder)
-
-
-def exported_tokens(folder: Path) -> int | None:
-    """Return how many tokens the SAE that `export_sae` wrote to a folder was trained on, or None if unknown."""
-    metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
-    tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
-    return tokens if isinstance(tokens, int) else None
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 from trainer.contract.runs.features import CARD, FEATURES, STABILITY
-from trainer.contract.runs.how_far import HowFar, of_state
+from trainer.contract.runs.how_far import HowFar, exported_tokens, of_state
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import TWINS, Card, read_card
 from trainer.contract.runs.resume import last_spec, stored_job
@@ -54,7 +54,6 @@ from trainer.contract.store.twins import without_twins
 from trainer.parallel.base import Parallel
 from trainer.saes.topk import TopK
 from trainer.sharing.base import BELOW_K, MODEL_CARD, Firings, Format, SharedSae, shared_form
-from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_saes import training_facts
 from trainer.training.learner import Learner, layer_in
 from trainer.training.sharded_state import under

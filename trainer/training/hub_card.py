@@ -14,13 +14,13 @@ from trainer.contract.files import open_plain
 from trainer.contract.paths import RunPaths
 from trainer.contract.printable import in_markdown, printable_lines
 from trainer.contract.runs.checkpoint_manifest import TENSORS, CheckpointState, read_state
+from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.recipe import recipe_lines
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
-from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import how_far_of_sae, output_of, recipe_of_run
 
 _LARGEST_CARD = 4 * 2**20

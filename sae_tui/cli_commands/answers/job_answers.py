@@ -21,6 +21,7 @@ from trainer.contract.answers.interaction import FiringLatent, Generated, MovedT
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
 from trainer.contract.runs.features import ActivatingExample, Feature, LatentPart, LogitChange, Token
+from trainer.contract.runs.latent_notes import LatentNote
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
@@ -476,6 +477,10 @@ _FEATURE = typed(
         "part": 'Letter of the only part in which it writes, "shared" or "other"; "" if it is not a crosscoder\'s.',
         "nu_error": "Ratio of latent scaling for the error; null if it is unknown.",
         "nu_reconstruction": "Ratio of latent scaling for the reconstruction; null if it is unknown.",
+        "starred": "Whether you have starred the latent.",
+        "name": 'Name that you gave the latent; "" if none.',
+        "note": 'Your note on the latent; "" if none.',
+        "noted_at_tokens": "Tokens that the SAE was trained on when you wrote these; null if the same as now.",
     },
     {
         "parts": list_of(
@@ -495,6 +500,18 @@ _FEATURE = typed(
         "contexts": list_of(_CONTEXT),
         "promoted": list_of(_MOVED),
         "suppressed": list_of(_MOVED),
+    },
+)
+_NOTE = typed(
+    "Note",
+    LatentNote,
+    {
+        "latent": "Number of the latent.",
+        "starred": "Whether the latent is starred.",
+        "name": 'Name of the latent; "" if none.',
+        "note": 'Note on the latent; "" if none.',
+        "tokens": "Tokens that the SAE was trained on when the note was written; null if unknown.",
+        "time": "When the note was written; 0 if unknown.",
     },
 )
 _LOGS = fields(
@@ -661,6 +678,7 @@ ANSWERS: dict[str, Schema] = {
         _TEXT,
     ),
     "steer": answer("sae-tui steer --json", _STEERED),
+    "annotate": answer("sae-tui annotate --json: all notes, or the one on a latent", list_of(_NOTE), _NOTE),
     "rm": answer("sae-tui rm --json", _REMOVED),
     "repair": answer("sae-tui repair --json", _REPAIRED),
     "stream": {"$schema": DRAFT, "title": "sae-tui stream, one value per line"} | msgspec.json.schema(Message),

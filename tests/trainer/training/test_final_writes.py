@@ -16,8 +16,8 @@ from trainer.checkpoints.reserve import Reserve
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RESERVE, RunPaths
 from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.settings.job import JobConfig
-from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -22,6 +22,8 @@ from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as
 from trainer.contract.printable import printable
 from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, kind_of, letter, relative_norm
+from trainer.contract.runs.how_far import exported_tokens
+from trainer.contract.runs.latent_notes import LatentNote, LatentNotes, read_notes
 from trainer.contract.settings.shards import read_header
 
 
@@ -82,7 +84,7 @@ def _unfinished(text: bytes) -> int:
 
 # The names of the files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
-Order = Literal["sparse", "density", "largest", "stable", "norm", "latent"]
+Order = Literal["sparse", "starred", "density", "largest", "stable", "norm", "latent"]
 # Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
 # larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
@@ -156,7 +158,16 @@ _STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>]=?)(\d*\.?\d+)(?!\S)")
 _NORM_FILTER = re.compile(r"(?<!\S)norm:([<>]=?)(\d*\.?\d+)(?!\S)")
 _PART_FILTER = re.compile(r"(?<!\S)(part|confirmed):(\S+)")
 _KEEPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_FILTERS = re.compile(r"(?<!\S)(?:stable|family|norm|part|confirmed):\S*")
+_STARRED_FILTER = re.compile(r"(?<!\S)starred:(|yes|no)(?!\S)")
+_NAMED_FILTER = re.compile(r"(?<!\S)named:(\S*)")
+# The order of a list that a filter selects; the first filter that is used counts.
+_ORDER_OF: dict[re.Pattern[str], Order] = {
+    _STABLE_FILTER: "stable",
+    _NORM_FILTER: "norm",
+    _STARRED_FILTER: "starred",
+    _NAMED_FILTER: "starred",
+}
+_FILTERS = re.compile(r"(?<!\S)(?:stable|family|norm|part|confirmed|starred|named):\S*")
 NO_STABILITY = "no stability across seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
 NO_PARTS = "this SAE is not a crosscoder, so its latents have no parts"
 NO_SCALING = "latent scaling was not measured; an evaluation measures it for a crosscoder of two parts"
@@ -221,6 +232,9 @@ class Feature(msgspec.Struct, frozen=True):
     For a crosscoder, `parts` says how much the latent writes in each part, and `part` is the letter of the only part in
     which it writes, "shared" or "other". `nu_error` and `nu_reconstruction` are the ratios of latent scaling: β in the
     part with the smaller share, divided by β in the other part. They are None if they are unknown.
+
+    `starred`, `name` and `note` are the user's own. `noted_at_tokens` is the number of tokens that the SAE had been
+    trained on when they were written, or None if it was the same as now, or unknown.
     """
 
     latent: int
@@ -239,6 +253,10 @@ class Feature(msgspec.Struct, frozen=True):
     part: str = ""
     nu_error: float | None = None
     nu_reconstruction: float | None = None
+    starred: bool = False
+    name: str = ""
+    note: str = ""
+    noted_at_tokens: int | None = None
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -258,6 +276,8 @@ class Features:
     """The latents of an SAE, read from a features file on demand."""
 
     def __init__(self, file: Path) -> None:
+        # The folder of the SAE. Earlier versions of a features file are in a folder below it, under other names.
+        self.folder = file.parent if file.name == FEATURES else file.parent.parent
         try:
             header, self._begin = read_header(file)
             header.pop("__metadata__", None)
@@ -358,6 +378,20 @@ class Features:
         """Whether the file says how similar each latent is to latents from other seeds."""
         return STABILITY in self._entries
 
+    @cached_property
+    def notes(self) -> LatentNotes:
+        """The user's notes on latents; `read_notes_again` replaces them."""
+        return read_notes(self.folder)
+
+    def read_notes_again(self) -> None:
+        """Read the notes again after they have been changed."""
+        self.notes = read_notes(self.folder)
+
+    @cached_property
+    def _tokens(self) -> int | None:
+        """The number of tokens that the SAE was trained on, or None if unknown."""
+        return exported_tokens(self.folder)
+
     @property
     def n_latents(self) -> int:
         return self._entries["n_fired"].shape[0]
@@ -373,7 +407,8 @@ class Features:
         "density", "largest" (activation), "stable" (cosine with other seeds; 0 if unknown) and "norm" (a crosscoder's
         relative norm; 0 if unknown) put the highest values first, and "latent" sorts by index. With "sparse", the
         latents that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and
-        then more frequent latents, the densest last.
+        then more frequent latents, the densest last. With "starred", all latents with a note come first, even if they
+        never fire: the starred ones, then the named ones.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -381,12 +416,25 @@ class Features:
             return alive
         if by == "sparse":
             return self._sparse_first(alive)
+        if by == "starred":
+            return [*self._noted, *(latent for latent in self._sparse_first(alive) if latent not in self._notes)]
         keys: Sequence[float] = fired
         if by == "largest":
             keys = self._floats("largest")
         elif by != "density":
             keys = self.stability if by == "stable" else self.relative_norms
         return sorted(alive, key=lambda latent: -keys[latent])
+
+    @property
+    def _notes(self) -> dict[int, LatentNote]:
+        """The notes on latents that this SAE has."""
+        return {latent: note for latent, note in self.notes.by_latent.items() if latent < self.n_latents}
+
+    @property
+    def _noted(self) -> list[int]:
+        """The latents with a note: starred ones first, then named ones."""
+        notes = self._notes
+        return sorted(notes, key=lambda latent: (not notes[latent].starred, not notes[latent].name, latent))
 
     @property
     def relative_norms(self) -> Sequence[float]:
@@ -454,25 +502,34 @@ class Features:
         `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, and
         `family:token` keeps only latents of that family. For a crosscoder, `part:B` keeps latents that write only in
         the second part, `confirmed:B` only the ones that latent scaling confirms, and `norm:>0.9` only latents with a
-        larger relative norm. Without other words, the first list contains all latents that are kept. Raise `UserError`
-        if the values are unknown.
+        larger relative norm. `starred:` keeps only latents with a star (`starred:no` the others), and `named:king` only
+        latents with "king" in their name (`named:` all with a name). Without other words, the first list contains all
+        latents that are kept. Raise `UserError` if the values are unknown.
         """
         filters = [*self._filters(words)]
         if not filters:
             return self._search_words(words)
-        rest = " ".join(_FILTERS.sub(" ", words).split())
-        by: Order = "stable" if _STABLE_FILTER.search(words) else "norm" if _NORM_FILTER.search(words) else "sparse"
+        rest = _without_filters(words)
+        by: Order = next((order for pattern, order in _ORDER_OF.items() if pattern.search(words)), "sparse")
         firing, others = self._search_words(rest) if rest else (self.order(by), [])
         kept = set(range(self.n_latents)).intersection(*filters)
         return [one for one in firing if one in kept], [one for one in others if one in kept]
 
+    def search_notes(self, words: str) -> list[int]:
+        """Return the latents whose name or note contains the words, and that all filters keep; [] without words."""
+        rest = _without_filters(words)
+        if not rest:
+            return []
+        found = [latent for latent in self._noted if self._notes[latent].has(rest)]
+        return [latent for latent in found if all(latent in kept for kept in self._filters(words))] if found else []
+
     def _filters(self, words: str) -> Iterator[set[int]]:
         """Yield the latents that each filter in `words` keeps; raise `UserError` for an unknown filter."""
         for one in _FILTERS.findall(words):
-            known = (_STABLE_FILTER, _FAMILY_FILTER, _NORM_FILTER, _PART_FILTER)
+            known = (_STABLE_FILTER, _FAMILY_FILTER, _NORM_FILTER, _PART_FILTER, _STARRED_FILTER, _NAMED_FILTER)
             if not any(pattern.fullmatch(one) for pattern in known):
                 of_crosscoder = "for a crosscoder: norm:>0.9, part:B or confirmed:B"
-                families = f"family: and one of {', '.join(FAMILIES)}; {of_crosscoder}"
+                families = f"family: and one of {', '.join(FAMILIES)}; starred: or named:WORD; {of_crosscoder}"
                 raise UserError(f"{one} is unknown; write stable:>0.7, or {families}")
         for sign, than in _STABLE_FILTER.findall(words):
             if not self.has_stability:
@@ -490,6 +547,12 @@ class Features:
             yield {latent for latent, norm in enumerate(self.relative_norms) if _KEEPS[sign](norm, float(than))}
         for word, name in _PART_FILTER.findall(words):
             yield self._in_part(word, name)
+        for wanted in _STARRED_FILTER.findall(words):
+            starred = {latent for latent, note in self._notes.items() if note.starred}
+            yield set(range(self.n_latents)) - starred if wanted == "no" else starred
+        for name in _NAMED_FILTER.findall(words):
+            named = {latent: note.name.casefold() for latent, note in self._notes.items() if note.name}
+            yield {latent for latent, own in named.items() if name.casefold() in own}
 
     def _in_part(self, word: str, name: str) -> set[int]:
         """Return the latents that `part:name` or `confirmed:name` keeps; a part is given by its letter or name."""
@@ -603,7 +666,15 @@ class Features:
             part=self.part_kinds[latent],
             nu_error=self._ratio("nu_error", latent),
             nu_reconstruction=self._ratio("nu_reconstruction", latent),
+            **self._own(latent),
         )
+
+    def _own(self, latent: int) -> dict[str, Any]:
+        """Return the fields of a latent that the user has written."""
+        if (note := self.notes.by_latent.get(latent)) is None:
+            return {}
+        other = note.tokens if note.tokens != self._tokens and self._tokens is not None else None
+        return {"starred": note.starred, "name": note.name, "note": note.note, "noted_at_tokens": other}
 
     def _firing_correlation(self, latent: int) -> float | None:
         value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan
@@ -681,6 +752,10 @@ class Features:
             n_bytes = math.prod(entry.shape[1:]) * array(_CODES[name]).itemsize
             first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
         return self._content[self._begin + first : self._begin + last]
+
+
+def _without_filters(words: str) -> str:
+    return " ".join(_FILTERS.sub(" ", words).split())
 
 
 def _finite(value: float) -> float | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from trainer.contract.json_file import convert_as
+from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
@@ -131,3 +132,10 @@ def from_metadata(metadata: Mapping[str, Any]) -> HowFar | None:
         return convert_as({**table, **known}, HowFar)
     except msgspec.ValidationError:
         return None
+
+
+def exported_tokens(folder: Path) -> int | None:
+    """Return how many tokens the exported SAE in a folder was trained on, or None if unknown."""
+    metadata = (read_json(folder / "cfg.json", dict[str, Any]) or {}).get("metadata")
+    tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
+    return tokens if isinstance(tokens, int) else None
