@@ -14,6 +14,7 @@ from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.latent_notes import NOTES, read_notes
 from trainer.contract.runs.row_sums import RowSums, read_sums
 from trainer.contract.settings.job_file import members, parse_job, to_table
 from trainer.contract.settings.toml import table_of
@@ -70,6 +71,7 @@ class Run:
         self._output = data.sae(job_id)
         self._cards: dict[str, ReportCard] = {}
         self._sums: dict[str, RowSums] = {}
+        self._notes: dict[str, dict[str, float]] = {}
         self._job: Job | None = None
         self._began: float | None = None
         self._curves: dict[tuple[str, str], tuple[Sample, ...]] = {}
@@ -93,6 +95,8 @@ class Run:
             self._cards, self._job = cards, None
             read = {label: read_sums(self._output / label, card.figures.fvu) for label, card in cards.items()}
             self._sums = {label: sums for label, sums in read.items() if sums}
+        if (notes := dict(self._count_notes())) != self._notes:
+            self._notes, self._job = notes, None
         if job != self._job:
             self._job = job
             shown = job if job.state.is_final else msgspec.structs.replace(job, **self._live.fields())
@@ -135,7 +139,7 @@ class Run:
                 continue
             label = f"{self._which} {member}" if member else self._which
             # The job may have been renamed after its job file was written, so use its current name.
-            latest = self._latest(member) | self._card(member)
+            latest = self._latest(member) | self._card(member) | self._notes.get(member, {})
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
@@ -145,6 +149,14 @@ class Run:
 
     def _card(self, member: str) -> dict[str, float]:
         return self._cards[member].values() if member in self._cards else {}
+
+    def _count_notes(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield the label of each SAE with notes on latents, and the numbers of starred and named latents."""
+        for file in (self._output / NOTES, *self._output.glob(f"*/{NOTES}")):
+            if notes := read_notes(file.parent).by_latent.values():
+                label = "" if file.parent == self._output else file.parent.name
+                starred, named = ([note for note in notes if getattr(note, field)] for field in ("starred", "name"))
+                yield label, {"starred": len(starred), "named": len(named)}
 
     def _name(self, metric: str, member: str) -> str | None:
         """Return the name of an SAE's metric in the run's store, or None if the run lacks the metric."""

@@ -108,6 +108,10 @@ _OF_CARD = (
     ComparedFigure("card_f1", "F1, known features", "higher", number),
     ComparedFigure("card_rows", "report card rows", None, count),
 )
+_OF_NOTES = (
+    ComparedFigure("starred", "starred latents", None, count),
+    ComparedFigure("named", "named latents", None, count),
+)
 _OF_RUN = (
     ComparedFigure("loss", LOSS.title, LOSS.better, number),
     ComparedFigure("tokens", "tokens", None, count),
@@ -130,6 +134,7 @@ def all_results() -> list[ComparedFigure]:
     return [
         *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
         *_OF_CARD,
+        *_OF_NOTES,
         *_OF_RUN,
     ]
 

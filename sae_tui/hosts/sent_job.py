@@ -41,6 +41,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import StoreFollower
@@ -52,7 +53,7 @@ from trainer.contract.store.rows import Job
 # curve is sent as means over buckets of steps, because a screen shows at most a few hundred points of a curve.
 _FIRST_POINTS, _FEWEST_POINTS, _MOST_POINTS = 20_000, 100, 2000
 _LOG_END, _MOST_LOGS = 64 << 10, 8
-_OF_SAE = ("cfg.json", CARD, SUMS)
+_OF_SAE = ("cfg.json", CARD, SUMS, NOTES)
 
 
 class SentJob:

@@ -154,6 +154,8 @@ class Format(ABC):
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Whether `write` needs `SharedSae.firings`.
     needs_firings: ClassVar[bool] = False
+    # Whether the user's notes on latents are copied next to the export.
+    has_notes: ClassVar[bool] = True
 
     def refusal(self, sae: SharedSae) -> str | None:
         """Return why the format cannot store this SAE without changing the SAE's output, or None if it can."""

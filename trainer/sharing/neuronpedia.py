@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +11,24 @@ import msgspec
 
 from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.contract.files import write_whole
+from trainer.contract.printable import on_one_line
 from trainer.contract.runs.features import ActivatingExample, Feature, Features, LogitChange
+from trainer.contract.wording import plural
 from trainer.sharing.base import Format, SharedSae, refusal_of_several_hooks
 
 # SAEDashboard's batch size.
 LATENTS_IN_A_BATCH = 128
+# The folder for explanations in Neuronpedia's exports, which its admin panel imports.
+EXPLANATIONS = "explanations"
 # The values of SAEDashboard's bin fields for a top-activating example, which belongs to no bin.
 _STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
 
 
 class Neuronpedia(Format):
-    """Stores firing latents' max-activating examples and decoder directions, but not the SAE itself."""
+    """Stores firing latents' max-activating examples, directions and names, but not the SAE itself."""
 
-    files = ("batch-*.json",)
+    files = ("batch-*.json", f"{EXPLANATIONS}*", "batch-*.jsonl.gz")
+    has_notes = False
 
     def refusal(self, sae: SharedSae) -> str | None:
         if reason := refusal_of_several_hooks(sae, "neuronpedia"):
@@ -44,16 +51,61 @@ class Neuronpedia(Format):
                 write_whole(temporary / name, msgspec.json.encode(_batch(sae, features, batch)))
         for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
+        left_out = _write_explanations(sae, features, folder / EXPLANATIONS)
         has_logits = any(features.feature(latent).promoted for latent in latents[:1])
-        return [] if has_logits else ["logits are left out, since they require `sae-train eval` with --model"]
+        notes = [] if has_logits else ["logits are left out, since they require `sae-train eval` with --model"]
+        return [*notes, *left_out]
+
+
+def _write_explanations(sae: SharedSae, features: Features, folder: Path) -> list[str]:
+    """Write the names that the user has given to latents, in the format of Neuronpedia's exported explanations.
+
+    Return sentences about names that are left out.
+    """
+    noted = [features.feature(latent) for latent in features.order("latent") if latent in features.notes.by_latent]
+    named = [feature for feature in noted if feature.name]
+    current = [feature for feature in named if feature.noted_at_tokens is None]
+    name = "batch-0.jsonl.gz"
+    if current:
+        lines = b"".join(msgspec.json.encode(_explanation(sae, feature)) + b"\n" for feature in current)
+        with fill_folder(folder, last="") as temporary:
+            # Without a time in its header, the file depends only on the names.
+            write_whole(temporary / name, gzip.compress(lines, mtime=0))
+    else:
+        (folder / name).unlink(missing_ok=True)
+    n_old = len(named) - len(current)
+    return [f"{plural(n_old, 'name')} given to other weights left out"] if n_old else []
+
+
+def _explanation(sae: SharedSae, feature: Feature) -> dict[str, Any]:
+    """Return a row of Neuronpedia's table `Explanation`. No model has written it, and its author is unknown here."""
+    model, layer, sae_set = _ids(sae)
+    source, index = f"{layer}-{sae_set}", str(feature.latent)
+    return {
+        "id": hashlib.sha256("\0".join([model, source, index]).encode()).hexdigest()[:25],
+        "modelId": model,
+        "layer": source,
+        "index": index,
+        "description": on_one_line(feature.name),
+        "authorId": "",
+        "typeName": None,
+        "explanationModelName": None,
+    }
+
+
+def _ids(sae: SharedSae) -> tuple[str, Any, str]:
+    """Return the model, the layer and the set of SAEs. Neuronpedia has its own names for them."""
+    facts = sae.metadata
+    return str(facts.get("model_name", "")), facts.get("hook_layer", 0), str(facts.get("hook_name", ""))
 
 
 def _batch(sae: SharedSae, features: Features, latents: list[int]) -> dict[str, Any]:
     """Return a NeuronpediaDashboardBatch."""
+    model, layer, sae_set = _ids(sae)
     return {
-        "model_id": str(sae.metadata.get("model_name", "")),
-        "layer": sae.metadata.get("hook_layer", 0),
-        "sae_set": str(sae.metadata.get("hook_name", "")),
+        "model_id": model,
+        "layer": layer,
+        "sae_set": sae_set,
         "sae_id_suffix": None,
         "features": [_dashboard(sae, features, features.feature(latent)) for latent in latents],
     }

@@ -35,6 +35,7 @@ from trainer.contract.runs.checkpoint_manifest import (
 )
 from trainer.contract.runs.features import CARD, FEATURES, STABILITY
 from trainer.contract.runs.how_far import HowFar, exported_tokens, of_state
+from trainer.contract.runs.latent_notes import NOTES, carry_notes
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import TWINS, Card, read_card
 from trainer.contract.runs.resume import last_spec, stored_job
@@ -111,6 +112,8 @@ def export_checkpoint(
         for label, sae in track(saes([*folders]), "writing", len(folders)):
             notes |= dict.fromkeys(chosen.write(sae, folders[label]))
             _remove_other_formats(chosen, folders[label])
+            if chosen.has_notes:
+                notes |= dict.fromkeys(carry_notes(output_of(run_dir) / label, folders[label]))
     notes |= dict.fromkeys(f"{label} is not written: {reason}" for label, reason in left_out.items())
     return {
         "checkpoint": str(checkpoint),
@@ -367,7 +370,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 def _other_users(folder: Path) -> list[str]:
     """Return the names of the files in a folder that did not come from an export."""
-    ours = [CARD, FEATURES, SUMS, MODEL_CARD, VERSIONS]
+    ours = [CARD, FEATURES, NOTES, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
     return [item.name for item in folder.iterdir() if not any(fnmatchcase(item.name, one) for one in ours)]

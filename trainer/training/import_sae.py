@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,13 +22,14 @@ from trainer.contract.paths import RunPaths, working_folder
 from trainer.contract.runs.card_versions import KS
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.import_check import ImportCheck
+from trainer.contract.runs.latent_notes import LatentNote, carry_notes
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.settings.architectures import HierarchicalTopKSettings
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
+from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, folder_of
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
 from trainer.sharing.parts import PARTS, Part, joined_paths, refuse_other_parts, scales_of_parts
@@ -86,8 +88,18 @@ def import_sae(
         facts[PARTS] = [part.facts() for part in shared.parts]
     _write(job, run_dir, learner, facts | {"imported_from": found.form})
     strange = other_place(shared.metadata, source.meta)
-    notes = [*([strange] if strange else []), *shared.notes, *_notes(learner)]
+    left = carry_notes(folder_of(found.place), run_dir / "sae", partial(_moved, shared.metadata.get("training_tokens")))
+    notes = [*([strange] if strange else []), *shared.notes, *_notes(learner), *left]
     return ImportResult(run_dir, found.form, learner.architecture, notes, checked, doubts)
+
+
+def _moved(tokens: Any, note: LatentNote) -> LatentNote:
+    """Return a note for the imported SAE, whose tokens are counted from 0; a note about other weights stays as it is.
+
+    `tokens` is the number of tokens that the SAE was trained on, None if unknown.
+    """
+    is_of_weights = tokens is None or note.tokens in (None, tokens)
+    return msgspec.structs.replace(note, tokens=0) if is_of_weights else note
 
 
 def _job(shared: SharedSae, folder: Path, data: Sequence[str], overrides: Sequence[str]) -> JobConfig:

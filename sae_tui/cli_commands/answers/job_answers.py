@@ -396,6 +396,8 @@ _DOCTOR = fields(
 )
 _MORE_OF_RUNS = {
     "card_rows": (int | None, "Number of rows that the report card covers; null if not evaluated."),
+    "starred": (int | None, "Number of latents that you starred; null without notes."),
+    "named": (int | None, "Number of latents that you named; null without notes."),
     "tokens": (int | None, "Tokens trained on; null if unknown."),
     "duration_s": (float | None, "Run time, in s; null if it has not started."),
     "peak_memory_bytes": (int | None, "Peak memory of the rank that used most, in bytes; null if not measured."),

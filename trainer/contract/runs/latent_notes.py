@@ -123,22 +123,23 @@ def change_note(folder: Path, latent: int, change: Change) -> Changed:
     return Changed(before, after)
 
 
-def carry_notes(source: Path, target: Path, moved: Change = lambda note: note) -> str:
+def carry_notes(source: Path, target: Path, moved: Change = lambda note: note) -> list[str]:
     """Add the notes on the SAE in a folder to a copy of the SAE; of two notes on a latent, the newer one counts.
 
-    `moved` changes each note. Return a sentence if notes cannot be copied, otherwise "".
+    `moved` changes each note. Return sentences about notes that are not copied, or that the copy had before.
     """
     try:
         lines = _read(source / NOTES)
-        if not lines:
-            return ""
+        if not lines or os.path.realpath(source) == os.path.realpath(target):
+            return []
         _refuse_conflict(source / NOTES, lines)
         own = [_line(moved(line.note), line) if line.note else line for line in lines]
         with _writing(target) as (file, theirs):
             _write(file, [*theirs, *own])
     except UserError as error:
-        return f"the notes on latents are not copied: {error}"
-    return ""
+        return [f"the notes on latents are not copied: {error}"]
+    kept = {line.note.latent for line in theirs if line.note} - {line.note.latent for line in own if line.note}
+    return [f"{target / NOTES} keeps {plural(len(kept), 'note')} on other latents"] if kept else []
 
 
 def _read(file: Path) -> list[_Line]:
