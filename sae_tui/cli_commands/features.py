@@ -120,8 +120,9 @@ def _show_note(context: CommandContext, note: LatentNote) -> int:
     if context.as_json:
         show_json(note)
         return Exit.DONE
-    words = [STAR * note.starred, on_one_line(note.name), on_one_line(note.note)]
-    say(f"latent {note.latent}: {' · '.join(filter(None, words)) or 'no note'}")
+    words = " · ".join(filter(None, [on_one_line(note.name), on_one_line(note.note)]))
+    star = f"{STAR} " * note.starred
+    say(f"{star}latent {note.latent}: {words or ('starred' if note.starred else 'no note')}")
     return Exit.DONE
 
 
@@ -179,7 +180,8 @@ def _cells(one: Feature, *, has_notes: bool) -> tuple[object, ...]:
 
 def _show(feature: Feature, read: Features) -> None:
     share = f"{feature.density:.3%} of {read.n_rows:,} rows{family_words(feature)}"
-    say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
+    star = f"{STAR} " * feature.starred
+    say(f"{star}latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
     for title, words in note_lines(feature):
         say(f"{title.lower():<11}  {on_one_line(words)}")

@@ -149,14 +149,10 @@ def label(feature: Feature) -> str:
 
 
 def note_lines(feature: Feature) -> list[tuple[str, str]]:
-    """Return titles and texts about what the user has written about a latent: its star and name, and its note."""
-    star = STAR if feature.starred else ""
-    lines = [
-        ("Name", " ".join(filter(None, [star, on_one_line(feature.name)]))),
-        ("Note", printable_lines(feature.note)),
-    ]
+    """Return titles and texts about what the user has written about a latent."""
+    lines = [("Name", on_one_line(feature.name)), ("Note", printable_lines(feature.note))]
     if feature.noted_at_tokens is not None:
-        lines.append(("Written", f"about other weights, trained on {feature.noted_at_tokens:,} tokens"))
+        lines.append(("Written", f"at {feature.noted_at_tokens:,} tokens, about other weights"))
     return [line for line in lines if line[1]]
 
 

@@ -80,7 +80,8 @@ class LatentList(LineView, can_focus=True):
 
     def show_notes(self) -> None:
         """Draw the list again after a note was changed; the latents keep their places."""
-        self._draw()
+        # `show` would find no difference, because the earlier lines are read lazily too.
+        self.refresh()
 
     @property
     def latent(self) -> int | None:
@@ -192,7 +193,8 @@ class LatentDetail(LineView, can_focus=True):
         if not width:
             return
         if self._shown:
-            title: Line = ((f"Latent {self._shown[0].latent}", "title"),)
+            feature = self._shown[0]
+            title: Line = ((f"Latent {feature.latent}{f' {STAR}' * feature.starred}", "title"),)
             self.show_titled(title, feature_lines(*self._shown, width))
         else:
             wrapped = textwrap.wrap(self._instead, max(10, width - 2), break_on_hyphens=False)
