@@ -12,6 +12,7 @@ from support.features import MOVED, OF_PARTS, SCALING, SPREAD, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
@@ -170,3 +171,81 @@ def test_latents_of_a_crosscoder_are_listed_with_their_share_in_each_part(shell:
     lines = shell.run("features", job_id, 1).stdout.splitlines()
     assert "β error      A 0.12  B 1.00  ν 0.12" in lines
     assert "scaling      confirmed as only in B" in lines
+
+
+def test_a_latent_is_starred_named_and_annotated(shell: Shell, job_id: int) -> None:
+    assert shell.run("annotate", job_id).stdout.startswith("no latent has a note; `sae-tui annotate RUN LATENT --star`")
+    assert shell.json("annotate", job_id) == []
+    assert shell.run("annotate", job_id, 1).stdout == "latent 1: no note\n"
+    told = shell.run("annotate", job_id, 1, "--star", "--name", "articles", "--note", "not only\nthe").stdout
+    assert told == "★ latent 1: articles · not only the\n"
+    note = shell.json("annotate", job_id, 1, "--unstar")
+    assert {name: note[name] for name in ("latent", "starred", "name", "note", "tokens")} == {
+        "latent": 1, "starred": False, "name": "articles", "note": "not only\nthe", "tokens": None,
+    }  # fmt: skip
+    assert shell.json("annotate", job_id) == [note]
+    shell.run("annotate", job_id, 0, "--star")
+    rows = shell.run("annotate", job_id).stdout.splitlines()
+    assert [row.split() for row in rows] == [
+        ["LATENT", "STAR", "NAME", "NOTE"], ["0", "★", "-", "-"], ["1", "-", "articles", "not", "only", "the"],
+    ]  # fmt: skip
+    shell.run("annotate", job_id, 1, "--clear", "--star")
+    assert [(one["latent"], one["starred"], one["name"]) for one in shell.json("annotate", job_id)] == [
+        (0, True, ""), (1, True, ""),
+    ]  # fmt: skip
+    shell.run("annotate", shell.data.sae(job_id), 0, "--clear")
+    shell.run("annotate", job_id, 1, "--clear")
+    assert not (shell.data.sae(job_id) / NOTES).exists()
+
+
+def test_notes_are_shown_found_and_sorted_with_the_latents(shell: Shell, job_id: int) -> None:
+    shell.run("annotate", job_id, 1, "--star", "--name", "articles", "--note", "a Lämb is a noun")
+    head, first, second = shell.run("features", job_id, "--sort", "starred").stdout.splitlines()[1:]
+    assert head.split() == ["LATENT", "DENSITY", "LARGEST", "STAR", "NAME", "FIRES", "ON"]
+    assert first.split() == ["1", "8.000%", "3.00", "★", "articles", "the"]
+    assert second.split() == ["0", "3.000%", "4.00", "-", "-", "Lämb"]
+    lines = shell.run("features", job_id, 1).stdout.splitlines()
+    assert lines[0].startswith("★ latent 1 of 2: ")
+    assert lines[1:3] == ["name         articles", "note         a Lämb is a noun"]
+    # The latent with the word in its note comes first, and is in no other list.
+    *lines, last = shell.run("features", job_id, "--search", "lämb").stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["in", "LATENT", "1", "fire", "LATENT", "0"]
+    assert (lines[0], lines[3], last) == ("in your notes: 1", "fire on the words: 1", "only in their texts: 0")
+    found = shell.json("features", job_id, "--search", "lämb starred:")
+    assert [(one["latent"], one["starred"], one["name"], one["note"]) for one in found] == [
+        (1, True, "articles", "a Lämb is a noun")
+    ]
+    assert [one["latent"] for one in shell.json("features", job_id, "--search", "named:art")] == [1]
+    (line,) = shell.errors("features", job_id, "--search", "cow", code=1)
+    assert line.endswith('no max-activating example contains a token with "cow", and no note has it')
+
+
+def test_notes_that_cannot_be_written_are_refused_in_one_line(shell: Shell, job_id: int) -> None:
+    for words, message in {
+        (2, "--star"): "there is no latent 2; the SAE has latents 0 to 1",
+        (1, "--name", "a\x1bb"): r"a name must not contain '\x1b'; remove it",
+        (1, "--name", "x" * 81): "a name must have at most 80 characters, not 81",
+    }.items():
+        assert shell.errors("annotate", job_id, *words, code=1) == [f"sae-tui: error: {message}"]
+    for words, message in {
+        ("--star",): "LATENT: is missing; name the latent, as in `annotate 7 1234 --star`",
+        (1, "--star", "--unstar"): "--unstar: not allowed with argument --star; see sae-tui annotate --help",
+    }.items():
+        assert shell.errors("annotate", job_id, *words, code=2) == [f"sae-tui: error: {message}"]
+    file = shell.data.sae(job_id) / NOTES
+    assert not file.exists()
+    file.write_text('{"latent": 1, "name": "\\u001b[2Jred"}\n<<<<<<< HEAD\n')
+    marked = f"{file}, line 2 is a mark of a merge conflict; delete the lines with <<<<<<<, ======= and >>>>>>>"
+    warned, refused = shell.errors("annotate", job_id, 0, "--star", code=1)
+    assert warned.startswith(f"sae-tui: {marked}")
+    assert refused.startswith(f"sae-tui: error: {marked}")
+    assert "\x1b" not in shell.run("features", job_id).stdout + shell.run("annotate", job_id).stdout
+
+
+def test_each_sae_of_a_sweep_has_its_own_notes(shell: Shell, tmp_path: Path) -> None:
+    for label in ("k=16", "k=8"):
+        put(tmp_path / label)
+    shell.run("annotate", tmp_path, 0, "--sae", "k=8", "--star")
+    assert [shell.json("features", tmp_path, 0, "--sae", one)["starred"] for one in ("k=16", "k=8")] == [False, True]
+    (line,) = shell.errors("annotate", tmp_path, 0, "--star", code=1)
+    assert line.endswith('--sae: give one of "k=16", "k=8"')

@@ -4,6 +4,7 @@ import json
 from contextlib import closing
 
 from compare.conftest import job_file, write
+from msgspec.structs import replace
 from support.commands import command_file
 from support.tui import record_job
 
@@ -12,6 +13,7 @@ from sae_tui.compare.runs import Runs
 from sae_tui.compare.tables import results
 from sae_tui.panels.pareto import points_of
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.latent_notes import change_note
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.store.states import JobState
@@ -97,3 +99,14 @@ def test_an_sae_without_curves_is_compared_by_its_report_card(data: DataDir, pai
     assert lines["report card FVU"] == ["0.25 same", "0.24 same"]
     assert lines["report card rows"] == ["900", "900"]
     assert [curve.sae for curve in comparison.curves] == [0]
+
+
+def test_starred_and_named_latents_are_counted_for_each_sae(data, pair, runs) -> None:
+    plain, sweep = pair
+    assert not [line for line in results(runs.read("fvu").saes) if "latents" in line.title]
+    for folder in (data.sae(plain), data.sae(sweep) / "k=8"):
+        folder.mkdir(parents=True)
+        change_note(folder, 1, lambda note: replace(note, starred=True, name="a"))
+    change_note(data.sae(plain), 2, lambda note: replace(note, starred=True))
+    lines = {line.title: line.words() for line in results(runs.read("fvu").saes)}
+    assert (lines["starred latents"], lines["named latents"]) == (["2", "1", "–"], ["1", "1", "–"])

@@ -32,7 +32,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable_json
 from trainer.contract.process import ProcessRef
-from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, Point, SeriesReader, SeriesWriter
@@ -163,6 +164,7 @@ def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
 def test_the_report_card_is_copied_at_once_and_features_only_on_request(there: DataDir, tmp_path: Path) -> None:
     put_card(there.sae(1))
     (there.sae(1) / FEATURES).write_bytes(features_file())
+    (there.sae(1) / NOTES).write_text('{"latent": 0, "name": "sheep"}\n')
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
         size = len(features_file())
         assert state_of(copy, lambda state: state.is_complete).features[""].bytes == size
@@ -172,6 +174,7 @@ def test_the_report_card_is_copied_at_once_and_features_only_on_request(there: D
         copy.fetch_features(lambda received, total: seen.append((received, total)))
         assert seen == [(size, size)]
         assert (copy.data.sae(1) / FEATURES).read_bytes() == features_file()
+        assert Features(copy.data.sae(1) / FEATURES).feature(0).name == "sheep"
         copy.fetch_features(lambda received, total: seen.append((received, total)))
         assert len(seen) == 1
 

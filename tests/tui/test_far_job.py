@@ -18,7 +18,7 @@ from sae_tui.hosts.hosts import Hosts
 from sae_tui.panels.differences import ResultsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.jobs import JobsPanel
-from sae_tui.panels.latents import LatentDetail
+from sae_tui.panels.latents import LatentDetail, LatentList
 from sae_tui.screens.card import CardPanel, CardScreen
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.dashboard import Dashboard
@@ -31,6 +31,7 @@ from sae_tui.ssh import by_hand
 from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.settings.job_file import any_job_of, dump_job, job_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
@@ -129,6 +130,22 @@ async def test_everything_about_a_job_on_another_host_can_be_read(make_app, host
         await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
         await pilot.press("escape")
         assert app.screen is job
+
+
+async def test_notes_on_latents_of_another_host_are_shown_but_not_written(make_app, hosts, there) -> None:
+    (there.sae(1) / NOTES).write_text('{"latent": 0, "starred": true, "name": "sheep"}\n')
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        await pilot.press("f")
+        await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen), 30)
+        await wait_until(pilot, lambda: "sheep · Lämb" in text(app, LatentList))
+        for key in ("asterisk", "R", "N", "u"):
+            n = len(app.notices)
+            await pilot.press(key)
+            await wait_until(pilot, lambda n=n: len(app.notices) > n)
+            assert "sae-tui annotate 1 LATENT" in messages_of(app)
+        assert (app.screen.session.data.sae(1) / NOTES).read_bytes() == (there.sae(1) / NOTES).read_bytes()
 
 
 async def test_means_over_seeds_on_another_host_are_shown_with_their_deviations(make_app, hosts, there) -> None:

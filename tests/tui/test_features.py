@@ -8,11 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 from support.features import ACTS, IDS, MOVED, OF_PARTS, SCALING, SPREAD, features_file, flat
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
-from textual.widgets import Input, Label
+from textual.widgets import Input, Label, TextArea
 
 from sae_tui.app import SaeApp
 from sae_tui.jobs.evaluation import request
@@ -20,10 +21,11 @@ from sae_tui.jobs.evaluation.outcome import DONE
 from sae_tui.panels.latents import LatentDetail, LatentList, _last_cells, feature_lines
 from sae_tui.screens.evaluate import EvaluateDialog
 from sae_tui.screens.features import FeaturesScreen
-from sae_tui.widgets.ask import Ask
+from sae_tui.widgets.ask import Ask, AskText
 from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.runs.latent_notes import NOTES, change_note, read_notes
 from trainer.contract.runs.report_card import ROWS
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -319,3 +321,97 @@ async def test_a_crosscoder_has_a_column_for_each_part(make_app: MakeApp, data: 
         assert "Parts A base, B chat" in lines
         assert "β error A 0.12 B 1.00 ν 0.12" in lines
         assert "Scaling confirmed as only in B" in lines
+
+
+def notes_of(data: DataDir, job_id: int) -> dict[int, tuple[bool, str, str]]:
+    return {latent: note.content for latent, note in read_notes(data.sae(job_id)).by_latent.items()}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_keys_star_name_and_annotate_a_latent_and_undo_the_changes(
+    make_app: MakeApp, data: DataDir, job_id: int, size: tuple[int, int]
+) -> None:
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app)
+        view, detail = screen.query_one(LatentList), screen.query_one(LatentDetail)
+        await pilot.press("down", "asterisk")
+        await wait_until(pilot, lambda: view.plain.splitlines()[2].startswith("★     1 "))
+        await wait_until(pilot, lambda: "Latent 1 ★" in detail.plain)
+        await ask(pilot, app, "R", "articles")
+        await wait_until(pilot, lambda: "articles · the"[: size[0] // 8] in view.plain)
+        await pilot.press("N")
+        await wait_until(pilot, lambda: isinstance(app.screen, AskText) and app.screen.query(TextArea))
+        await pilot.press("a", "enter", "b", "ctrl+s")
+        await wait_until(pilot, lambda: notes_of(data, job_id) == {1: (True, "articles", "a\nb")})
+        await wait_until(pilot, lambda: "Name        articles\nNote        a\n            b\n" in detail.plain)
+        # The cursor stays on the latent, and the list keeps its order until another is chosen.
+        assert (view.latents, view.latent) == ([0, 1], 1)
+        await pilot.press("o")
+        await wait_until(pilot, lambda: (view.latents, view.latent) == ([1, 0], 1))
+        await ask(pilot, app, "slash", "ARTIC")
+        await wait_until(pilot, lambda: "'ARTIC': 1 by your notes, 0 fire on it" in title(screen))
+        assert view.latents == [1]
+        await pilot.press("escape")
+        for left in ((True, "articles", ""), (True, "", "")):
+            await pilot.press("u")
+            await wait_until(pilot, lambda left=left: notes_of(data, job_id) == {1: left})
+        await pilot.press("u")
+        await wait_until(pilot, lambda: not (data.sae(job_id) / NOTES).exists())
+        await wait_until(pilot, lambda: "★" not in view.plain + detail.plain)
+        await pilot.press("u")
+        await wait_until(pilot, lambda: "No star, name or note has been changed" in last_notice(app))
+
+
+async def test_stars_set_in_quick_succession_alternate(make_app: MakeApp, data: DataDir, job_id: int) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        view = screen.query_one(LatentList)
+        await pilot.press(*["asterisk"] * 7)
+        await wait_until(pilot, lambda: len(screen._changes) == 7)
+        assert notes_of(data, job_id) == {0: (True, "", "")}
+        assert view.plain.count("★") == 1
+
+
+async def test_a_change_keeps_what_another_process_has_written(make_app: MakeApp, data: DataDir, job_id: int) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        change_note(data.sae(job_id), 0, lambda note: replace(note, name="theirs"))
+        change_note(data.sae(job_id), 1, lambda note: replace(note, starred=True))
+        await pilot.press("asterisk")
+        await wait_until(pilot, lambda: notes_of(data, job_id)[0] == (True, "theirs", ""))
+        await wait_until(pilot, lambda: "theirs · Lämb" in screen.query_one(LatentList).plain)
+        assert notes_of(data, job_id)[1] == (True, "", "")
+
+
+async def test_a_read_only_app_shows_notes_and_writes_none(make_app: MakeApp, data: DataDir, job_id: int) -> None:
+    change_note(data.sae(job_id), 0, lambda note: replace(note, name="sheep"))
+    before = (data.sae(job_id) / NOTES).read_bytes()
+    app = make_app(4, readonly=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        assert "sheep · Lämb" in screen.query_one(LatentList).plain
+        assert "Star" not in app.screen.query_one(Footer).plain
+        for key in ("asterisk", "R", "N", "u"):
+            n = len(app.notices)
+            await pilot.press(key)
+            await wait_until(pilot, lambda n=n: len(app.notices) > n)
+            assert "read-only" in last_notice(app)
+            assert app.screen is screen
+    assert (data.sae(job_id) / NOTES).read_bytes() == before
+
+
+async def test_notes_that_cannot_be_read_or_written_are_reported(make_app: MakeApp, data: DataDir, job_id: int) -> None:
+    (data.sae(job_id) / NOTES).write_text('{"latent": 0, "name": "\\u001b[2Jred"}\n<<<<<<< HEAD\n')
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        await wait_until(pilot, lambda: "line 2 is a mark of a merge conflict" in last_notice(app))
+        assert "\x1b" not in screen.query_one(LatentList).plain + screen.query_one(LatentDetail).plain
+        n = len(app.notices)
+        await pilot.press("asterisk")
+        await wait_until(pilot, lambda: len(app.notices) > n)
+        assert "line 2 is a mark of a merge conflict" in last_notice(app)
+        assert "<<<<<<<" in (data.sae(job_id) / NOTES).read_text()

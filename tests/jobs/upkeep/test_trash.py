@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
 from trainer.contract.errors import UserError
+from trainer.contract.runs.latent_notes import change_note, read_notes
 from trainer.contract.runs.lock import hold
 from trainer.contract.store.states import JobState
 
@@ -27,6 +29,7 @@ def ended(box, state: JobState = JobState.FINISHED, **fields) -> int:
     (box.data.run(job_id).root / "job.toml").write_bytes(b"#" * SIZE)
     box.data.sae(job_id).mkdir(parents=True)
     (box.data.sae(job_id) / "cfg.json").write_text("{}")
+    change_note(box.data.sae(job_id), 1, lambda note: replace(note, starred=True))
     box.control.add_event(job_id, "finished", "finished")
     return job_id
 
@@ -47,6 +50,7 @@ def test_a_deleted_job_disappears_with_its_files_and_can_be_restored_completely(
     assert box.control.events(job_id) == []
     assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is restored"
     assert (box.job(job_id), files(box, job_id)) == (before, [True, True])
+    assert [*read_notes(box.data.sae(job_id)).by_latent] == [1]
     assert not (box.data.trash / str(job_id)).exists()
 
 

@@ -16,6 +16,7 @@ from tests.trainer.evaluation.test_evaluate_run import finished_run
 from trainer.cli import main
 from trainer.contract.runs.card_versions import FOLDER, MOST_CARDS, versions, weights_of
 from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.runs.latent_notes import NOTES, change_note
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS, Card, Part, PatchedModel, Probing, read_card
 from trainer.evaluation.card import write_card
 from trainer.evaluation.contexts import moved_alone
@@ -99,6 +100,19 @@ def test_figures_for_replaced_weights_are_archived_and_restored_with_those_weigh
     assert main(["export", str(newest), "--out", str(sae), "--force"]) == 0
     evaluate(run, "--keep-rows")
     assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, PatchedModel))
+
+
+def test_notes_on_latents_survive_evaluations_and_replaced_weights(run: Path) -> None:
+    sae, older = run / "sae", min((run / "checkpoints").iterdir())
+    change_note(sae, 3, lambda note: msgspec.structs.replace(note, name="mine"))
+    written = (sae / NOTES).read_bytes()
+    evaluate(run)
+    assert Features(sae / FEATURES).feature(3).noted_at_tokens is None
+    assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
+    evaluate(older)
+    assert (sae / NOTES).read_bytes() == written
+    feature = Features(sae / FEATURES).feature(3)
+    assert (feature.name, feature.noted_at_tokens) == ("mine", 2560)
 
 
 def test_no_report_card_is_written_next_to_an_sae_replaced_during_the_evaluation(run: Path) -> None:

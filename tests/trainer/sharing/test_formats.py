@@ -5,6 +5,7 @@ Each tool reads the format written for it. `make model` downloads the tools. Tes
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -285,6 +286,32 @@ def test_the_neuronpedia_export_merges_tokens_that_share_a_character(tmp_path: P
     strongest = batch["features"][0]["activations"][0]
     assert (strongest["tokens"], strongest["values"]) == ([" 天", "气"], [4.0, 1.0])
     assert strongest["qualifying_token_index"] == 0
+
+
+def test_names_of_latents_are_exported_as_explanations_for_neuronpedia(tmp_path: Path) -> None:
+    (tmp_path / "cfg.json").write_text('{"metadata": {"training_tokens": 5}}')
+    lines = (
+        '{"latent": 0, "name": "sheep", "note": "private", "tokens": 5}',
+        '{"latent": 1, "name": "of other weights", "tokens": 4}',
+    )
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines))
+    shared = with_features(tmp_path)
+    notes = form_of("neuronpedia").write(shared, tmp_path / "out")
+    assert notes[1:] == ["1 name given to other weights left out"]
+    file = tmp_path / "out" / "explanations" / "batch-0.jsonl.gz"
+    (row,) = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert row.pop("id")
+    # The fields that Neuronpedia's own files of explanations have.
+    assert row == {
+        "modelId": "gpt2", "layer": f"2-{shared.metadata['hook_name']}", "index": "0", "description": "sheep",
+        "authorId": "", "typeName": None, "explanationModelName": None,
+    }  # fmt: skip
+    before = file.read_bytes()
+    form_of("neuronpedia").write(with_features(tmp_path), tmp_path / "out")
+    assert file.read_bytes() == before
+    (tmp_path / "notes.jsonl").unlink()
+    form_of("neuronpedia").write(with_features(tmp_path), tmp_path / "out")
+    assert not file.exists()
 
 
 def test_an_export_for_neuronpedia_is_refused_if_the_sae_has_no_stored_features(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of, newest_whole
-from trainer.contract.runs.how_far import HowFar, from_metadata
+from trainer.contract.runs.how_far import HowFar, exported_tokens, from_metadata
+from trainer.contract.runs.latent_notes import NOTES, change_note, read_notes
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.runs.report_card import Stability, Twin
@@ -544,3 +545,38 @@ def test_every_export_format_records_where_activations_were_extracted(tmp_path: 
     assert told["as_extracted"] == hook_names
     modules = {"hook_name": "model.layers.1.post_attention_layernorm", "hook_name_out": "model.layers.1.mlp"}
     assert told.items() >= (modules | {"hook_layer": 1, "context_size": 32, "model_name": str(model)}).items()
+
+
+def test_notes_on_latents_stay_with_a_replaced_sae_and_go_along_with_exports(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run()
+    older, newest = sorted((run_dir / "checkpoints").iterdir())
+    note(run_dir / "sae", 1, name="first")
+    assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
+    note(tmp_path / "out", 2, starred=True)
+    note(run_dir / "sae", 1, name="second")
+    assert export(run_dir, tmp_path / "out", "--force") == EXIT_FINISHED
+    assert "keeps 1 note on other latents" in capsys.readouterr().out
+    notes = read_notes(tmp_path / "out").by_latent
+    assert [(one.latent, one.name, one.tokens) for one in notes.values()] == [(1, "second", 2560), (2, "", 2560)]
+    # The SAE of another checkpoint replaces the run's own SAE, and its notes stay.
+    assert export(older, run_dir / "sae", "--force") == EXIT_FINISHED
+    assert exported_tokens(run_dir / "sae") == 1280
+    assert read_notes(run_dir / "sae").by_latent[1].tokens == 2560
+    assert export(newest, tmp_path / "set", "--format", "dictionary_learning") == EXIT_FINISHED
+    assert read_notes(tmp_path / "set").by_latent[1].name == "second"
+
+
+def test_notes_that_cannot_be_copied_are_reported_and_the_sae_is_exported(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run()
+    (run_dir / "sae" / NOTES).write_text("<<<<<<< HEAD\n")
+    assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
+    assert f"the notes on latents are not copied: {run_dir / 'sae' / NOTES}, line 1" in capsys.readouterr().out
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"cfg.json", "sae_weights.safetensors"}
+
+
+def note(folder: Path, latent: int, **fields: Any) -> None:
+    change_note(folder, latent, lambda before: msgspec.structs.replace(before, **fields))

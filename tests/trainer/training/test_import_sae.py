@@ -20,6 +20,8 @@ from trainer.checkpoints.checkpoint import load
 from trainer.cli import main
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
+from trainer.contract.runs.how_far import exported_tokens
+from trainer.contract.runs.latent_notes import NOTES, read_notes
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
 from trainer.contract.settings.job_file import load_job
@@ -450,3 +452,20 @@ def test_an_import_warns_about_what_further_training_would_change_immediately(
     save_file(weights | {"W_dec": 2 * weights["W_dec"]}, tmp_path / "theirs" / "sae_weights.safetensors")
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert "its decoder rows do not have norm 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("saelens", 4), ("sparsify", 4), ("dictionary_learning", 0)])
+def test_notes_on_latents_are_imported_and_still_describe_the_weights(
+    name: str, tokens: int, tmp_path: Path, data: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    sae = shared_form(made("topk"), {"training_architecture": "topk", "training_tokens": 5}, k=8)
+    FORMATS[name].load()().write(sae, theirs)
+    lines = ('{"latent": 1, "name": "of these weights", "tokens": 5}', '{"latent": 2, "starred": true, "tokens": 4}')
+    (theirs / NOTES).write_text("\n".join(lines))
+    assert command(theirs, tmp_path / "run", data) == EXIT_FINISHED
+    notes = read_notes(tmp_path / "run" / "sae").by_latent
+    # Not every format states the number of tokens; then all notes are taken to describe the weights.
+    assert [(one.latent, one.name, one.starred, one.tokens) for one in notes.values()] == [
+        (1, "of these weights", False, exported_tokens(tmp_path / "run" / "sae")), (2, "", True, tokens),
+    ]  # fmt: skip
