@@ -68,7 +68,7 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 class Found(NamedTuple):
     """The latents that a search found: by your notes, because they fire on the words, or only by their texts.
 
-    A latent is in the first list to which it belongs.
+    Each latent is in one list only, the first that fits.
     """
 
     noted: list[int]

@@ -293,7 +293,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._change(lambda note: replace(note, starred=not note.starred))
 
     def action_name(self) -> None:
-        self._ask_for("Name of latent", "what it fires on; an empty name removes it", "name", Ask)
+        self._ask_for("Name of latent", "a few words; an empty name removes it", "name", Ask)
 
     def action_note(self) -> None:
         self._ask_for("Note on latent", "what you know about it; an empty note removes it", "note", AskText)

@@ -33,7 +33,7 @@ for line in sys.stdin:
     change_note(Path(folder), latent, lambda note: replace(note, **fields))
     print("done", flush=True)
 """
-# Says that it holds the lock, and changes the note once it is told to go on.
+# Says that it holds the lock, and changes the note after it has read a line.
 HOLDER = """
 import sys
 from pathlib import Path
@@ -46,7 +46,7 @@ def change(note):
 change_note(Path(sys.argv[1]), 1, change)
 print("done", flush=True)
 """
-# Stars `n` latents of its own, and counts in the name of a latent that it shares with other writers.
+# Stars `n` latents, and counts in the name of latent 0, as the other writers do.
 COUNTER = """
 import sys
 from pathlib import Path
