@@ -304,11 +304,13 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if features is None or latent is None or self._refused():
             return
 
+        now = getattr(features.feature(latent), field)
+
         def take(text: str | None) -> None:
-            if text is not None:
+            # Another process may have changed a text that the user has left as it was.
+            if text not in (None, now):
                 self._write(features, latent, lambda note: replace(note, **{field: text}))
 
-        now = getattr(features.feature(latent), field)
         self.app.push_screen(dialog(f"{question} {latent}", placeholder, now), take)
 
     def action_undo(self) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from support.commands import command_file, record_series
 from support.features import features_file
 from support.report_cards import put_card
@@ -39,6 +40,7 @@ from sae_tui.widgets.log_view import LogView
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import first_look
 from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.latent_notes import change_note
 from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -198,6 +200,7 @@ def _record_evaluated(data: DataDir) -> None:
     record_metrics(data, job_id)
     put_card(data.sae(job_id))
     (data.sae(job_id) / FEATURES).write_bytes(features_file())
+    change_note(data.sae(job_id), 1, lambda note: replace(note, starred=True, name="articles"))
 
 
 def _record_failed(data: DataDir) -> None:

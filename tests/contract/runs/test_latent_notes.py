@@ -60,6 +60,10 @@ for latent in range(first, first + n):
     change_note(folder, 0, lambda note: replace(note, name=str(int(note.name or 0) + 1)))
 print("done", flush=True)
 """
+LINES = [
+    b'{"latent": 0}', b'{"latent": 0, "name": "a", "time": 3}', b'{"latent": 1, "note": "b", "time": 2}\r',
+    b'{"latent": 1, "note": "c", "time": 1}', b'{"latent": 2, "starred": true}', b"  ", b"<<<<<<< x", b"# mine",
+]  # fmt: skip
 FIELDS = st.fixed_dictionaries(
     {}, optional={"starred": st.booleans(), "name": st.text("ab é", max_size=3), "note": st.text("x\n", max_size=3)}
 )
@@ -240,6 +244,29 @@ def test_a_line_that_is_no_note_is_reported_with_its_number_and_never_destroyed(
     assert "\n" not in problem
     change_note(tmp_path, 1, setting(starred=True))
     assert (tmp_path / NOTES).read_bytes().endswith(line + b"\n")
+
+
+@given(st.lists(st.one_of(st.binary(max_size=20), st.sampled_from(LINES)), max_size=6).map(b"\n".join))
+def test_any_bytes_are_read_without_an_error_and_a_write_keeps_what_it_cannot_read(content: bytes) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / NOTES).write_bytes(content)
+        notes = read_notes(folder).by_latent
+        if any(line.startswith((b"<" * 7, b"|" * 7, b"=" * 7, b">" * 7)) for line in content.split(b"\n")):
+            return
+        change_note(folder, 0, setting(starred=True))
+        kept = (folder / NOTES).read_bytes().split(b"\n")
+        assert {line.strip() for line in content.split(b"\n") if line.strip() and not is_note(line)} <= {*kept}
+        assert {latent: note for latent, note in read_notes(folder).by_latent.items() if latent} == {
+            latent: note for latent, note in notes.items() if latent and not note.is_empty
+        }
+
+
+def is_note(line: bytes) -> bool:
+    with contextlib.suppress(ValueError):
+        value = json.loads(line)
+        return isinstance(value, dict) and isinstance(value.get("latent"), int)
+    return False
 
 
 def test_marks_of_a_merge_conflict_are_reported_and_no_write_sorts_them_away(tmp_path: Path) -> None:

@@ -417,7 +417,8 @@ class Features:
         if by == "sparse":
             return self._sparse_first(alive)
         if by == "starred":
-            return [*self._noted, *(latent for latent in self._sparse_first(alive) if latent not in self._notes)]
+            noted = dict.fromkeys(self._noted)
+            return [*noted, *(latent for latent in self._sparse_first(alive) if latent not in noted)]
         keys: Sequence[float] = fired
         if by == "largest":
             keys = self._floats("largest")
@@ -520,7 +521,7 @@ class Features:
         rest = _without_filters(words)
         if not rest:
             return []
-        found = [latent for latent in self._noted if self._notes[latent].has(rest)]
+        found = [latent for latent in self._noted if self.notes.by_latent[latent].has(rest)]
         return [latent for latent in found if all(latent in kept for kept in self._filters(words))] if found else []
 
     def _filters(self, words: str) -> Iterator[set[int]]:
