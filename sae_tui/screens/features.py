@@ -100,7 +100,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         old_key("n", "go_to_nearest"),
         Binding("asterisk", "star", "Star", key_display="*", id="features.star",
                 tooltip="Star the latent, or remove its star"),
-        Binding("R", "name", "Name", id="features.name", tooltip="Give the latent a name"),
+        Binding("R", "name", "Rename", id="features.name", tooltip="Give the latent a name"),
         Binding("N", "note", "Note", id="features.note", tooltip="Write a note on the latent"),
         Binding("u", "undo", "Undo", show=False, id="features.undo", tooltip="Undo the last star, name or note"),
         Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE: another setting or seed"),
