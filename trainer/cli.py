@@ -380,6 +380,8 @@ def _eval(flags: argparse.Namespace) -> int:
         data=flags.data,
         targets=flags.targets,
         given=Given(parsed_config(flags.config), flags.transcoder),
+        has_effects=flags.effects,
+        n_effect_tokens=flags.effect_tokens,
         is_probed=flags.probe,
         n_sets=flags.sets,
         keeps_rows=flags.keep_rows,

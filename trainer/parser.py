@@ -187,6 +187,17 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         help="with --model: number of tokens to read, or 0 for none; default 32768, or 4096 on a CPU",
     )
     command.add_argument(
+        "--effects",
+        action="store_true",
+        help="with --model: estimate how much ablating each latent changes the loss, and ablate the 20 largest",
+    )
+    command.add_argument(
+        "--effect-tokens",
+        type=_positive,
+        metavar="N",
+        help="with --effects: number of tokens to read; default 65536, or 16384 on a CPU",
+    )
+    command.add_argument(
         "--probe",
         action="store_true",
         help="with --model: measure how well 1 and 16 latents predict the classes of texts",

@@ -44,6 +44,7 @@ def evaluated(context: CommandContext, flags: argparse.Namespace) -> tuple[bool,
         flags.id, model, _gpu(context, job) if wants_gpu else None, is_probed=flags.probe,
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
         is_spliced=not flags.no_splice, refine=flags.refine, allows_code=_runs_code(context, flags, model),
+        has_effects=flags.effects,
     )  # fmt: skip
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
@@ -58,8 +59,10 @@ def _refuse_contradictions(flags: argparse.Namespace) -> None:
     """Raise `UsageError` if a flag is given without another one that it needs."""
     if flags.probe and flags.model is None:
         raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
-    if flags.no_splice and not flags.probe:
-        raise UsageError("--no-splice: needs --probe; add --probe, or leave out --no-splice")
+    if flags.effects and flags.model is None:
+        raise UsageError("--effects: needs --model; add --model auto, or --model with an extraction's job file")
+    if flags.no_splice and not (flags.probe or flags.effects):
+        raise UsageError("--no-splice: needs --probe or --effects; add one of them, or leave out --no-splice")
     if flags.refine and flags.keep_rows:
         raise UsageError("--refine: is measured on rows; leave out --keep-rows")
     if flags.keep_rows and flags.model is None:

@@ -19,6 +19,7 @@ from sae_tui.jobs.features import (
     STAR,
     Found,
     counts,
+    effect_words,
     family_words,
     features_in,
     features_of_job,
@@ -38,7 +39,7 @@ from trainer.contract.exits import Exit
 from trainer.contract.output import has_done
 from trainer.contract.printable import on_one_line
 from trainer.contract.runs.crosscoder import letter
-from trainer.contract.runs.features import NO_PARTS, NO_STABILITY, Feature, Features, is_filter
+from trainer.contract.runs.features import NO_EFFECTS, NO_PARTS, NO_STABILITY, Feature, Features, is_filter
 from trainer.contract.runs.latent_notes import LatentNote, change_note
 from trainer.contract.wording import bars
 
@@ -57,6 +58,8 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
     read = _open(context, flags)
     if flags.sort == "stable" and not read.has_stability:
         raise UserError(f"--sort: {NO_STABILITY}")
+    if flags.sort == "effect" and not read.has_effects:
+        raise UserError(f"--sort: {NO_EFFECTS}")
     if flags.sort == "norm" and not read.has_parts:
         raise UserError(f"--sort: {NO_PARTS}")
     if flags.latent is not None:
@@ -187,6 +190,8 @@ def _show(feature: Feature, read: Features) -> None:
         say(f"{title.lower():<11}  {on_one_line(words)}")
     if words := stability_words(feature):
         say(f"stability    {words}")
+    if words := effect_words(feature):
+        say(f"effect       {words}")
     for title, words in part_lines(feature):
         say(f"{title.lower():<11}  {words}")
     if feature.density:

@@ -70,12 +70,12 @@ if TYPE_CHECKING:
 
 # The report card fields in JSON output, and the facts printed for people.
 _OF_CARD = (
-    "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "probing", "training",
-    "weights", "parts",
+    "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "effects", "probing",
+    "training", "weights", "parts",
 )  # fmt: skip
 _KEY_FACTS = (
     "training", "overfitting", "FVU", "dimensions", "latents by part", "latent scaling", "L0", "latents", "CE score",
-    "KL score", "probing (AUC)",
+    "KL score", "largest effects", "probing (AUC)",
 )  # fmt: skip
 
 

@@ -697,6 +697,10 @@ def _add_finding(add: Add) -> None:
     _job_id(judge)
     spliced = "also measure the loss of the language model patched with the SAE: auto, or an extraction's job file"
     judge.add_argument("--model", metavar="auto", help=spliced)
+    of_each = (
+        "with --model: estimate how much ablating each latent changes the loss; ablate the 20 with the largest effects"
+    )
+    judge.add_argument("--effects", action="store_true", help=of_each)
     judge.add_argument(
         "--probe", action="store_true", help="with --model: k-sparse probing with 1 and 16 latents on labelled texts"
     )
@@ -707,7 +711,7 @@ def _add_finding(add: Add) -> None:
     judge.add_argument(
         "--no-splice",
         action="store_true",
-        help="with --model: skip the loss of the patched model; measure only --probe and promoted tokens",
+        help="with --model: skip the loss of the patched model; measure only --effects, --probe and promoted tokens",
     )
     judge.add_argument(FLAG, action="store_true", help=f"with --model: {FLAG_HELP}")
     judge.add_argument("--cpu", action="store_true", help="use no GPU; default: a free GPU if the job ran on a GPU")
@@ -725,8 +729,8 @@ def _add_finding(add: Add) -> None:
     latents.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
     order = (
         "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last;"
-        " starred: latents with a star, a name or a note first; norm: by the relative norm of a crosscoder's decoder"
-        " rows; default: sparse"
+        " starred: latents with a star, a name or a note first; effect: by the effect on the language model's loss"
+        " (eval --effects); norm: by the relative norm of a crosscoder's decoder rows; default: sparse"
     )
     latents.add_argument("--sort", choices=_choices(latents, _orders_of_latents), default="sparse", help=order)
     latents.add_argument(
@@ -735,7 +739,8 @@ def _add_finding(add: Add) -> None:
         help="only latents whose max-activating examples, name or note contain these words; latents with the words in"
         " your notes come first, and then latents firing on them; starred: keeps latents with a star, and named:WORD"
         " latents with this word in their name;"
-        " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token;"
+        " stable:>0.7 keeps latents that other seeds found too, effect:>0.001 latents with a larger effect on the"
+        " language model's loss, and family:token keeps latents that fire on one token;"
         " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
         " latents with a larger relative norm",
     )
@@ -767,6 +772,7 @@ def _add_finding(add: Add) -> None:
     steered.add_argument("--seed", type=rank, default=0, metavar="N", help="seed of both continuations; default: 0")
     steered.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
     _add_interaction(steered)
+    _add_annotate(add)
 
 
 def _add_interaction(command: argparse.ArgumentParser, of: str = "") -> None:
@@ -777,8 +783,6 @@ def _add_interaction(command: argparse.ArgumentParser, of: str = "") -> None:
     command.add_argument(
         "--cpu", action="store_true", help=f"{of}use no GPU; default: a free GPU if the job ran on one"
     )
-
-    _add_annotate(add)
 
 
 def _add_annotate(add: Add) -> None:

@@ -12,6 +12,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import on_one_line, printable_lines
 from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, letter
+from trainer.contract.runs.effects import with_error
 from trainer.contract.runs.features import (
     DENSE,
     FEATURES,
@@ -113,6 +114,14 @@ def stability_words(feature: Feature) -> str:
     fires = feature.firing_correlation
     firing = "" if fires is None else f"; firing correlation {fires:.2f}"
     return f"{feature.stability:.2f}, mean cosine with the nearest latent of each other seed{firing}"
+
+
+def effect_words(feature: Feature) -> str:
+    """Return a latent's effect, like `+0.039 ± 0.0036 nats per token if ablated, +0.0867 per row …`."""
+    if feature.effect is None or feature.effect_per_firing is None:
+        return ""
+    effect = with_error(feature.effect, feature.effect_error)
+    return f"{effect} nats per token if ablated, {feature.effect_per_firing:+.3g} per row on which it fires"
 
 
 def family_words(feature: Feature) -> str:

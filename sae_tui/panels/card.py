@@ -24,6 +24,7 @@ from trainer.contract.runs.card_figures import (
     title_of_group,
 )
 from trainer.contract.runs.crosscoder import Crosscoder, letter
+from trainer.contract.runs.effects import Effects, with_error
 from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
 from trainer.contract.runs.row_sums import LEAD
 from trainer.contract.runs.spread_words import spread_words
@@ -135,6 +136,8 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
             rows = [*_part_lines(card.figures.crosscoder), *rows, _norms_line(card.figures.crosscoder)]
         if group == "latents":
             rows = [*rows[:1], *_quantiles(card), *rows[1:], *_histograms(card, cosines)]
+        if group == "effects" and card.effects:
+            rows = [*_effect_lines(card.effects), *rows]
         if rows:
             heading = title_of_group(group, card)
             blocks.append([((fit(f" {heading}", _CELLS), "accent"),), *rows])
@@ -151,6 +154,20 @@ def _part_lines(crosscoder: Crosscoder) -> list[Line]:
         )
         for number, part in enumerate(crosscoder.parts)
     ]
+
+
+def _effect_lines(effects: Effects) -> list[Line]:
+    """Return the numbers of latents that help and hurt, histograms of their effects, and the largest effects."""
+    lines: list[Line] = []
+    for title, n, counts in (
+        ("help", effects.n_helping, effects.helping),
+        ("hurt", effects.n_hurting, effects.hurting),
+    ):
+        lines.append(_histogram(f"{title} {n:,}", f"1e{LOWEST_DECADE}", counts))
+    for one in effects.largest:
+        words = with_error(one.effect, one.error)
+        lines.append(((fit(f"  latent {one.latent}", 16), "label"), (fit(words, _CELLS - 16), "text")))
+    return lines
 
 
 def _norms_line(crosscoder: Crosscoder) -> Line:
@@ -227,15 +244,16 @@ def _quantiles(card: Card) -> list[Line]:
 def _histograms(card: Card, cosines: Sequence[int]) -> list[Line]:
     """Return the histograms of the latents' densities and of the cosines of their nearest decoder directions."""
     drawn = [("density", f"1e{LOWEST_DECADE}", card.figures.density_histogram), ("nearest decoder", "0", cosines)]
-    return [
-        (
-            (f"  {title:<15}{low:>5} │", "label"),
-            (bars(counts), "spark"),
-            ("│ 1".ljust(_CELLS - 24 - len(counts)), "label"),
-        )
-        for title, low, counts in drawn
-        if any(counts)
-    ]
+    return [_histogram(title, low, counts) for title, low, counts in drawn if any(counts)]
+
+
+def _histogram(title: str, low: str, counts: Sequence[int]) -> Line:
+    """Return a histogram that ends at 1."""
+    return (
+        (f"  {title:<15}{low:>5} │", "label"),
+        (bars(counts), "spark"),
+        ("│ 1".ljust(_CELLS - 24 - len(counts)), "label"),
+    )
 
 
 def _in_columns(blocks: Sequence[list[Line]], width: int) -> list[Line]:

@@ -13,6 +13,7 @@ from textual.reactive import reactive
 from sae_tui.format import fit, visible
 from sae_tui.jobs.features import (
     STAR,
+    effect_words,
     family_words,
     in_row,
     label,
@@ -228,6 +229,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
         ),
         (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
         *_wrapped("Stability", stability_words(feature), width),
+        *_wrapped("Effect", effect_words(feature), width),
         *(((f"{title:<12}", "label"), (fit(text, max(0, width - 12)), "text")) for title, text in part_lines(feature)),
         *_moved_lines(feature, width),
         ((" ", "text"),),

@@ -39,6 +39,7 @@ WORDS: dict[Order, str] = {
     "density": "most frequent first",
     "largest": "strongest first",
     "stable": "stable over seeds first",
+    "effect": "largest effect first",
     "norm": "by relative norm",
     "latent": "by number",
 }
@@ -89,9 +90,9 @@ class FeaturesScreen(Evaluates, FramedScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go to the previous screen"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents whose notes or examples contain these words, starred:, stable:>0.7, part:B"),
+                tooltip="Only latents whose notes or examples contain these words, starred:, stable:>0.7, effect:>0.01"),
         Binding("o", "next_order", "Order", id="features.sort",
-                tooltip="0.01 to 1 % first, starred first, by density, largest activation, stability, norm or number"),
+                tooltip="0.01 to 1 % first, starred first, by density, largest activation, stability, effect, norm or number"),
         Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="Go to a latent by its number"),
         Binding("equals_sign", "go_to_nearest", "Nearest", key_display="=", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
@@ -238,6 +239,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
     def action_next_order(self) -> None:
         self.words, latent = "", self.query_one(LatentList).latent
         has = {"stable": self._features and self._features.has_stability}
+        has |= {"effect": self._features and self._features.has_effects}
         has |= {"norm": self._features and self._features.has_parts}
         has |= {"starred": self._features and bool(self._features.notes.by_latent)}
         known = [order for order in ORDERS if has.get(order, True)]
@@ -246,7 +248,11 @@ class FeaturesScreen(Evaluates, FramedScreen):
 
     def action_search(self) -> None:
         self.app.push_screen(
-            Ask("Find in notes and texts", "words or parts of words, or starred:, stable:>0.7, part:B", self.words),
+            Ask(
+                "Find in notes and texts",
+                "words or parts of words, or starred:, stable:>0.7, effect:>0.001, part:B",
+                self.words,
+            ),
             self._search,
         )
 

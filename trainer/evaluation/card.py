@@ -121,6 +121,10 @@ def model_card(card: Card) -> str:
         card = msgspec.structs.replace(
             card, spliced=msgspec.structs.replace(card.spliced, text=public_name(card.spliced.text))
         )
+    if card.effects:
+        card = msgspec.structs.replace(
+            card, effects=msgspec.structs.replace(card.effects, text=public_name(card.effects.text))
+        )
     rows = "\n".join(f"| {_in_table(title)} | {_in_table(value)} |" for title, value in facts(card))
     where = "\n".join(f"- {name.replace('_', ' ')}: {in_markdown(str(value))}" for name, value in origin.items())
     shape = f"{card.figures.d_in} dimensions, {card.figures.d_sae:,} latents"

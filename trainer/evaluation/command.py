@@ -14,10 +14,11 @@ from trainer.contract.errors import UsageError, UserError, first_line
 from trainer.contract.paths import RunPaths
 from trainer.contract.progress import Planned, Progress
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.runs.evaluation_time import SEEDS, planned
+from trainer.contract.runs.evaluation_time import EFFECT_TOKENS, SEEDS, planned
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import (
+    EFFECTS,
     FIRES_ON,
     IN_MODEL,
     PROBES,
@@ -60,6 +61,8 @@ def evaluate(
     data: Sequence[str] | None = None,
     targets: str | None = None,
     given: Given = NOTHING_GIVEN,
+    has_effects: bool = False,
+    n_effect_tokens: int | None = None,
     is_probed: bool = False,
     n_sets: int | None = None,
     keeps_rows: bool = False,
@@ -72,10 +75,11 @@ def evaluate(
     Return a dict for each SAE with its report card (`card`), the report card's text (`lines`), and the folder that the
     report card was written to (`written_to`). A job file may request a language model's own Python code; this code runs
     only if `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such
-    measurement for the same weights. With `is_probed`, a run's SAEs are probed on `n_sets` (by default 12) sets of
-    texts that `model` reads. With `refine`, activations are also measured on rows after that many steps of refinement.
-    Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has exported the
-    SAE. Raise `UserError` if a file cannot be read.
+    measurement for the same weights. With `has_effects`, the effects of a run's latents on the loss of `model` are
+    measured on about `n_effect_tokens` tokens. With `is_probed`, a run's SAEs are probed on `n_sets` (by default 12)
+    sets of texts that `model` reads. With `refine`, activations are also measured on rows after that many steps of
+    refinement. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has
+    exported the SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")
@@ -83,6 +87,10 @@ def evaluate(
         raise UsageError("--sets: requires --probe; add --probe, or leave out --sets")
     if is_probed and model is None:
         raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
+    if n_effect_tokens is not None and not has_effects:
+        raise UsageError("--effect-tokens: requires --effects; add --effects, or leave out --effect-tokens")
+    if has_effects and model is None:
+        raise UsageError("--effects: needs --model; add --model auto, or --model with an extraction's job file")
     for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
         if is_given and not data:
             raise UsageError(f"{flag}: needs --data; give the activations to measure on")
@@ -115,13 +123,14 @@ def evaluate(
     n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
     on = device_of(device)
+    n_effect_tokens = (n_effect_tokens or EFFECT_TOKENS[on.type]) if has_effects else 0
     evaluations = evaluations_of(
-        path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows,
-        refine=refine, allows_code=allows_code,
+        path, on, best=best, model=model, n_tokens=n_tokens, n_effect_tokens=n_effect_tokens, n_sets=n_sets,
+        keeps_rows=keeps_rows, refine=refine, allows_code=allows_code,
     )  # fmt: skip
     asked = {
         ROWS: not keeps_rows, FIRES_ON: n_contexts and not keeps_rows, IN_MODEL: model and n_tokens != 0,
-        PROMOTED: model, PROBES: n_sets, SEEDS: True,
+        EFFECTS: has_effects, PROMOTED: model, PROBES: n_sets, SEEDS: True,
     }  # fmt: skip
     parts = [part for part, is_asked in asked.items() if is_asked]
     times = _planned(path, parts, on, best=best, keeps_rows=keeps_rows, refine=refine, allows_code=allows_code)

@@ -27,6 +27,7 @@ from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.evaluation_time import LOADING, READING, ROWS_READ_AGAIN
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import (
+    EFFECTS,
     FIRES_ON,
     IN_MODEL,
     PART_TITLES,
@@ -57,6 +58,7 @@ from trainer.evaluation.contexts import (
     texts_of,
 )
 from trainer.evaluation.cross_layer import ExportedLayers, LayerSae
+from trainer.evaluation.effects import effects_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae
 from trainer.evaluation.figures import Levels, Reconstruct, Refinement, recovery
@@ -101,6 +103,7 @@ def evaluations_of(
     best: bool = False,
     model: str | None = None,
     n_tokens: int | None = None,
+    n_effect_tokens: int = 0,
     n_sets: int = 0,
     keeps_rows: bool = False,
     refine: int = 0,
@@ -109,14 +112,17 @@ def evaluations_of(
     """Evaluate the SAEs in a run's latest or best checkpoint, or in the checkpoint `path`, one at a time.
 
     `model` is an extraction's job file, or "auto" for the extraction that wrote the data or the model that streams it.
-    With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and probed
-    on `n_sets` data sets read by the model. With `keeps_rows`, rows are not remeasured if the report card in the folder
-    has a measurement on rows for the same weights. With `refine`, activations are also measured after that many steps
-    of refinement. Raise `UserError` if a file cannot be read.
+    With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), the
+    effects of its latents are measured on about `n_effect_tokens` tokens, and it is probed on `n_sets` data sets. With
+    `keeps_rows`, rows are not remeasured if the report card in the folder has a measurement on rows for the same
+    weights. With `refine`, activations are also measured after that many steps of refinement. Raise `UserError` if a
+    file cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code)
+    if n_effect_tokens and job.n_layers > 1:
+        raise UserError("--effects: a cross-layer transcoder's latents write to several layers; leave --effects out")
     state, source = read_state(checkpoint), open_source(job)
     if job.data.held_out(source.n_tokens):
         # The data may have grown, so hold out the same rows as in training.
@@ -124,7 +130,7 @@ def evaluations_of(
     rows = EvaluationRows.of_hooks(source, job, device)
     tensors, position = load(checkpoint)
     with usable(checkpoint), contextlib.ExitStack() as stored:
-        hooks = _Hooks(job, source, device, model, sets, stored)
+        hooks = _Hooks(job, source, device, model, sets, stored, has_effects=n_effect_tokens > 0)
         layers = None
         if job.n_layers > 1 or (model and is_transcoder_set(job)):
             # A learner is in its export form only until the next one is loaded.
@@ -155,7 +161,7 @@ def evaluations_of(
                 "training": how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
                 "weights": weights,
             }
-            cards = one.cards(facts, version.card if version else None, n_tokens)
+            cards = one.cards(facts, version.card if version else None, n_tokens, n_effect_tokens)
             yield Evaluation(folder, cards, one.features, rows[number])
 
 
@@ -174,10 +180,14 @@ class _Hooks:
         model: str | None,
         sets: list[TextSet],
         stored: contextlib.ExitStack,
+        *,
+        has_effects: bool = False,
     ) -> None:
         self._settings, self._source, self._device = [*job.hooks.values()], source, device
         self._is_cross_layer = job.n_layers > 1
         self._model, self._sets, self._stored = model, sets, stored
+        # Probes need no next-token loss; the effects of latents do.
+        self._only_reads = bool(sets) and not has_effects
         self._loaded = functools.lru_cache(maxsize=1)(self._load_model)
         self.probes = functools.lru_cache(maxsize=1)(self._train_probes)
         self.texts = functools.cache(self._rows_with_tokens)
@@ -206,7 +216,7 @@ class _Hooks:
         at = hook_of_data(extraction, source.meta)
         target = {"hook_name": source.meta.get("hook_name_out")}
         hook_out = None if source.d_out is None else hook_of_data(extraction, target)
-        return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
+        return SplicedModel(extraction, at, self._device, hook_out, only_reads=self._only_reads)
 
     def _measure_together(self, n_tokens: int | None) -> PatchedModel | None:
         """Measure the language model with the outputs of all MLPs replaced; None if the SAEs are not a set of all."""
@@ -220,8 +230,7 @@ class _Hooks:
         numbers = range(len(self._settings))
         extraction = self._extraction(numbers)
         (first, last), *others = [self._ends(extraction, number) for number in numbers]
-        has_sets = bool(self._sets)
-        return SplicedModel(extraction, first, self._device, last, others=others, only_reads=has_sets)
+        return SplicedModel(extraction, first, self._device, last, others=others, only_reads=self._only_reads)
 
     def _extraction(self, hooks: Sequence[int]) -> ExtractJob:
         if self._model == "auto":
@@ -262,8 +271,11 @@ class _PartTimer:
         self._learner, self._rows, self._hooks, self._begin, self._refine = learner, rows, hooks, begin, refine
         self._hook, self._layers = hook, layers
         self._part_tensors: dict[str, Tensor] = {}
+        self._effects: dict[str, Tensor] = {}
 
-    def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
+    def cards(
+        self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None, n_effect_tokens: int = 0
+    ) -> Iterator[Card]:
         """Yield the report card, including `facts`, after each part; if `kept` is given, reuse its metrics on rows."""
         learner, hooks = self._learner, self._hooks
         if kept:
@@ -289,6 +301,12 @@ class _PartTimer:
             part = timed(read.n_tokens, "tokens", text=read.text, model=model.name, settings=settings)
             yield (card := _with(card, IN_MODEL, part, spliced=spliced, together=together))
         timed = self._begin()
+        if model and n_effect_tokens:
+            effects, self._effects = effects_of(model, learner, n_effect_tokens)
+            settings = {"tokens": n_effect_tokens, **model.settings}
+            part = timed(effects.n_tokens, "tokens", text=effects.text, model=model.name, settings=settings)
+            yield (card := _with(card, EFFECTS, part, effects=effects))
+        timed = self._begin()
         if model and (dense := hooks.probes(self._hook)):
             probing = _probe(dense, learner)
             settings = {"sets": probing.n_sets, "seeds": probing.n_seeds}
@@ -299,7 +317,7 @@ class _PartTimer:
         """Return tensors with the latents' texts (and promoted tokens, if there is a model), and the measured parts."""
         learner, texts = self._learner, self._hooks.texts(self._hook)
         if texts is None or not texts.folder.is_dir():
-            return {}, {}
+            return self._effects, {}
         path = texts.folder
         parts: dict[str, Part] = {}
         sae, timed, model = learner.sae, self._begin(), self._hooks.model(self._hook)
@@ -312,14 +330,15 @@ class _PartTimer:
             parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=model.name)
         stage(PART_TITLES[FIRES_ON], min(MOST_ROWS, inspect_shards(path).n_tokens))
         if not n_contexts:
-            return moved_alone(moved, read_tokens(path)), parts
+            return moved_alone(moved, read_tokens(path)) | self._effects, parts
         timed, outliers = self._begin(), self._rows.input_outliers
         read = _counted(texts_of(path, source=texts.source))
         contexts = contexts_of(partial(acts_of, learner), read, outliers, len(sae.W_dec), n_contexts)
         if contexts is None:
-            return {}, {}
+            return self._effects, {}
         parts[FIRES_ON] = timed(contexts.n_rows, "rows", text=str(path), settings={"contexts": n_contexts})
-        return contexts.tensors(sae.W_dec, read_tokens(path), moved) | self._part_tensors, parts
+        tensors = contexts.tensors(sae.W_dec, read_tokens(path), moved)
+        return tensors | self._part_tensors | self._effects, parts
 
 
 def _with(card: Card, name: str, part: Part, **figures: Any) -> Card:

@@ -47,6 +47,8 @@ N_MOVED = 10
 # The maximum number of fp32 logits for decoder directions to hold in memory at once.
 _LOGITS_AT_ONCE = 2**25
 
+# Marks tokens that are not predicted.
+_IGNORED = -100
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
 # Returns new rows [n, d_out], given the rows [n, d_in] at the hook that is read and the rows [n, d_out] to replace.
@@ -102,11 +104,35 @@ def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return by_label(documents.numpy(), values)
 
 
-class ReadContexts(NamedTuple):
-    """A batch of contexts after a forward pass of the unchanged model; tensors are [n_contexts, n_tokens].
+class KeptRows(NamedTuple):
+    """A batch of contexts, and which of its rows an extraction would keep; tensors are [n_contexts, n_tokens].
 
-    `counts` is a mask of the rows that an extraction would keep. `predicts` [n_contexts, n_tokens - 1] is a mask of the
-    kept rows followed by a token from the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
+    `counts` is a mask of the kept rows. `predicts` [n_contexts, n_tokens - 1] is a mask of the kept rows followed by a
+    token from the same document.
+    """
+
+    ids: Tensor
+    documents: Tensor
+    counts: Tensor
+    predicts: Tensor
+
+
+class Gradients(NamedTuple):
+    """The kept rows of a batch, and the gradient of the summed loss with respect to them.
+
+    `rows` [n, d_in] are read at the hook, and `gradient` [n, d_out] belongs to the rows that the SAE's output replaces;
+    both are in fp32. `loss` is the loss in each context, float64 [n_contexts] on the CPU.
+    """
+
+    rows: Tensor
+    gradient: Tensor
+    loss: Tensor
+
+
+class ReadContexts(NamedTuple):
+    """`KeptRows` after a forward pass of the unchanged model.
+
+    `log_probabilities` is [n_contexts, n_tokens, n_ids].
     """
 
     ids: Tensor
@@ -212,6 +238,15 @@ class SplicedModel:
         """The extraction settings that affect the metrics."""
         return {"context": self._job.text.context, "skip_first": self._job.extract.skip_first}
 
+    @property
+    def text(self) -> str:
+        """The name of the text that the model reads."""
+        return self._job.text.path or str(self._job.text.dataset)
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
     @torch.inference_mode()
     def measure(
         self, *reconstructs: Reconstruct, mean: Tensor | None = None, n_tokens: int | None = None
@@ -225,9 +260,7 @@ class SplicedModel:
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
         wanted = n_tokens or MODEL_TOKENS[self._model.device.type]
-        if wanted not in self._texts:
-            self._texts[wanted] = self._batches(wanted)
-        text, is_unseen = self._texts[wanted]
+        text, is_unseen = self.batches(wanted)
         known = self._ablated.get(wanted, ({}, {}))
         own, whole = (
             PatchedSums(reconstructs, names, mean, known[0]),
@@ -251,7 +284,7 @@ class SplicedModel:
         self._ablated[wanted] = own.without_sae, whole.without_sae
         of_all = whole if left_out else own
         return PatchedModel(
-            text=self._job.text.path or str(self._job.text.dataset),
+            text=self.text,
             is_unseen=is_unseen,
             left_out=left_out,
             n_texts=len(own.clean.ce_by_text),
@@ -297,11 +330,45 @@ class SplicedModel:
         w_u = self._model.unembedding() if self._in_stream and self.has_loss else None
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
-    def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
+    def gradients(self, batch: ContextBatch, kept: KeptRows) -> Gradients:
+        """Run the unchanged model on a batch, and return the gradient of the loss with respect to the kept rows.
+
+        The model does not run in inference mode. The graph begins at the hook, because no parameter has a gradient.
+        """
+        rows: list[Tensor] = []
+        added: list[Tensor] = []
+
+        def add_zeros(read: Tensor, written: Tensor) -> Tensor:
+            rows.append(_rows(kept, read.detach()))
+            added.append(torch.zeros_like(written, requires_grad=True))
+            return written + added[-1]
+
+        with torch.enable_grad(), self._model.replacing(add_zeros):
+            loss = _loss_by_context(kept, self._model.logits(batch))
+            (gradient,) = torch.autograd.grad(loss.sum(), added[-1:])
+        return Gradients(rows[-1], _rows(kept, gradient), loss.detach().cpu())
+
+    @torch.inference_mode()
+    def rows(self, batch: ContextBatch, kept: KeptRows) -> Tensor:
+        """Return the kept rows [n, d_in] at the hook that is read, in fp32."""
+        return self._model.rows(batch, kept.counts.flatten().nonzero().flatten())[0].float()
+
+    @torch.inference_mode()
+    def loss_by_context(self, batch: ContextBatch, kept: KeptRows, added: Tensor) -> Tensor:
+        """Return the loss in each context, float64 [n_contexts], with `added` [n, d_out] added to the kept rows."""
+        with self._model.replacing(partial(_replaced, kept.counts, lambda _, rows: rows + added)):
+            return _loss_by_context(kept, self._model.logits(batch)).cpu()
+
+    def batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
         """Return batches with about `n_tokens` tokens in total, and whether their text is new to the extraction.
 
         The batches come from the text after the extracted part or, if no text is left, from the beginning of the text.
         """
+        if n_tokens not in self._texts:
+            self._texts[n_tokens] = self._batches(n_tokens)
+        return self._texts[n_tokens]
+
+    def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
         output = self._job.extract.output
         state = read_json(Path(output) / STATE, ExtractionState) if output else None
         extracted = (state.batch + 1) * contexts_at_once(self._job) if state else 0
@@ -317,16 +384,33 @@ class SplicedModel:
     def _read(self, batch: ContextBatch) -> tuple[ReadContexts, Tensor]:
         """Run the unchanged model on a batch; return its `ReadContexts`, for later comparisons, and its logits."""
         logits = self._model.logits(batch)
-        device = logits.device
-        ids, positions, documents = (torch.from_numpy(one).to(device) for one in batch)
-        special = torch.isin(ids, self._special.to(device)) & (not self._job.extract.keep_special)
+        return ReadContexts(*self.kept(batch), log_softmax(logits, -1)), logits
+
+    def kept(self, batch: ContextBatch) -> KeptRows:
+        """Return the rows of a batch that an extraction would keep."""
+        ids, positions, documents = (torch.from_numpy(one).to(self._model.device) for one in batch)
+        special = torch.isin(ids, self._special.to(ids.device)) & (not self._job.extract.keep_special)
         counts = (positions != PADDING) & ~special & (positions >= self._job.extract.skip_first)
-        return ReadContexts(ids, documents, counts, _predicts(counts, documents), log_softmax(logits, -1)), logits
+        return KeptRows(ids, documents, counts, _predicts(counts, documents))
 
 
 def _predicts(counts: Tensor, documents: Tensor) -> Tensor:
     """Return a mask [n_contexts, n_tokens − 1] of counted rows followed by a token from the same document."""
     return counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
+
+
+def _rows(kept: KeptRows, tensor: Tensor) -> Tensor:
+    """Return the kept rows [n, d] of a tensor at a hook, in fp32."""
+    return tensor.reshape(*kept.counts.shape, -1)[kept.counts].float()
+
+
+def _loss_by_context(kept: KeptRows, logits: Tensor) -> Tensor:
+    """Return the cross-entropy of the predictions in each context, summed, float64 [n_contexts]."""
+    # Ignoring the other targets is faster than selecting the predictions, since it does not copy the logits.
+    targets = torch.full_like(kept.ids, _IGNORED)
+    targets[:, :-1] = kept.ids[:, 1:].where(kept.predicts, _IGNORED)
+    ce = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED)
+    return ce.view(targets.shape).sum(1, dtype=torch.float64)
 
 
 def _share(part: float, whole: float) -> float:

@@ -168,8 +168,8 @@ _ESTIMATE = typed(
     },
 )
 _OF_CARD = (
-    "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "probing", "training",
-    "weights", "parts",
+    "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "effects", "probing",
+    "training", "weights", "parts",
 )  # fmt: skip
 _WHOLE_JOB = fields(
     "Job with its events",
@@ -475,6 +475,9 @@ _FEATURE = typed(
         "family": "silent, dense, token (fires on one token), position, rare or other.",
         "stability": "Mean cosine with the nearest decoder direction of each other seed; null for one seed.",
         "firing_correlation": "Mean correlation of its activations with those of these latents; null if unknown.",
+        "effect": "Increase of the language model's loss if it is ablated, in nats per token; null if unknown.",
+        "effect_error": "Standard error of the effect over texts; null if unknown.",
+        "effect_per_firing": "The same increase per row on which it fires.",
         "parts": "A crosscoder's parts, A first; empty for other SAEs.",
         "part": 'Letter of the only part in which it writes, "shared" or "other"; "" if it is not a crosscoder\'s.',
         "nu_error": "Ratio of latent scaling for the error; null if it is unknown.",

@@ -15,7 +15,17 @@ from trainer.contract.planning.hardware import read_box
 from trainer.contract.printable import printable
 from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
 from trainer.contract.runs.evaluation_time import SEEDS, language_model, planned, total
-from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PROBES, PROMOTED, ROWS, Card, Part
+from trainer.contract.runs.report_card import (
+    EFFECTS,
+    FIRES_ON,
+    IN_MODEL,
+    PART_TITLES,
+    PROBES,
+    PROMOTED,
+    ROWS,
+    Card,
+    Part,
+)
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sources import SyntheticSettings
@@ -25,7 +35,7 @@ from trainer.contract.wording import duration
 
 # A part that takes longer than this is not selected by default.
 _LONG_S = 600.0
-_STAGES = {ROWS: (ROWS, FIRES_ON, SEEDS), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROBES,)}
+_STAGES = {ROWS: (ROWS, FIRES_ON, SEEDS), IN_MODEL: (IN_MODEL, PROMOTED), EFFECTS: (EFFECTS,), PROBES: (PROBES,)}
 
 
 class OfferedPart(msgspec.Struct, frozen=True):
@@ -61,7 +71,7 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
 
     def request(self, job: Job, gpu: ReservedGpu | None) -> Request:
         """Return the request for the evaluating process."""
-        in_model = {IN_MODEL, PROBES} & self.parts
+        in_model = {IN_MODEL, EFFECTS, PROBES} & self.parts
         return Request(
             job.id,
             model=AUTO if in_model else None,
@@ -71,6 +81,7 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
             gpu_source=job.gpu_source,
             keeps_rows=ROWS not in self.parts,
             is_spliced=IN_MODEL in self.parts,
+            has_effects=EFFECTS in self.parts,
         )
 
 
@@ -96,6 +107,8 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
         of_model = printable(model.name) if model and name != ROWS else ""
         words = _words(name, of_model, seconds.get(name, 0.0), [one.parts.get(name) for one in cards])
         why_not = "" if model or name == ROWS else no_model
+        if name == EFFECTS and model and parsed and parsed.n_layers > 1:
+            why_not = "the latents of a cross-layer transcoder write to several layers"
         parts.append(OfferedPart(name, words, why_not, name in default))
     if not wants_gpu:
         return EvaluationOffer(job.id, tuple(parts), "the CPU")
@@ -134,7 +147,7 @@ def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -
 
 def _words(name: str, model: str, seconds: float, measured: list[Part | None]) -> str:
     """Return a part's description, like `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
-    title = {ROWS: "rows and max-activating examples", IN_MODEL: "in the model", PROBES: "probes"}[name]
+    title = "rows and max-activating examples" if name == ROWS else PART_TITLES[name]
     about = f"about {duration(max(5.0, round(seconds / 5) * 5))}" if seconds else ""
     facts = ", ".join(filter(None, (model, about)))
     there = next(filter(None, measured), None)

@@ -24,7 +24,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.progress import Progress, Reached
 from trainer.contract.runs.lock import is_held
-from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.runs.report_card import EFFECTS, IN_MODEL, PROBES, ROWS
 from trainer.contract.settings.consent import FLAG, code_in
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.toml import Judged, read_plain_text
@@ -48,10 +48,11 @@ class ReservedGpu(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """A requested evaluation.
 
-    If `model` names a job file or is `AUTO`, the SAE is also evaluated in the language model if `is_spliced`, and with
-    probes if `is_probed`. Without a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU from
-    `gpu_source`. With `refine`, activations are also measured after that many steps of refinement. Parts that are not
-    requested remain unchanged in the report card. `python` is the job's interpreter, or "" for the app's own.
+    If `model` names a job file or is `AUTO`, the SAE is also evaluated in the language model if `is_spliced`, with
+    probes if `is_probed`, and the effects of its latents are measured if `has_effects`. Without a `gpu`, the evaluation
+    runs on the CPU, unless it `waits` for a free GPU from `gpu_source`. With `refine`, activations are also measured
+    after that many steps of refinement. Parts that are not requested remain unchanged in the report card. `python` is
+    the job's interpreter, or "" for the app's own.
     """
 
     job_id: int
@@ -66,18 +67,25 @@ class Request(msgspec.Struct, frozen=True):
     is_spliced: bool = True
     refine: int = 0
     allows_code: bool = False
+    has_effects: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of the report card parts measured by the evaluation."""
-        asked = {ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, PROBES: self.is_probed}
+        asked = {
+            ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, EFFECTS: self.has_effects,
+            PROBES: self.is_probed,
+        }  # fmt: skip
         return tuple(part for part, is_asked in asked.items() if is_asked)
 
     @property
     def flags(self) -> list[str]:
         """The flags for the trainer's `eval` command."""
         model = ["--model", self.model] if self.model else []
-        flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows, FLAG: self.allows_code}
+        flags = {
+            "--effects": self.has_effects, "--probe": self.is_probed, "--keep-rows": self.keeps_rows,
+            FLAG: self.allows_code,
+        }  # fmt: skip
         spliced = ["--tokens", "0"] if self.model and not self.is_spliced else []
         refined = ["--refine", str(self.refine)] if self.refine else []
         return [*model, *spliced, *refined, *(flag for flag, is_given in flags.items() if is_given)]

@@ -7,6 +7,7 @@ from typing import Any
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, one_of, or_null, typed, whole
 from trainer.contract.failure import Failure, Refusal
 from trainer.contract.runs.crosscoder import Crosscoder, CrosscoderPart
+from trainer.contract.runs.effects import AblatedLatent, Effects, LargeEffect
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
@@ -266,6 +267,50 @@ _SPLICED = typed(
     {"rows": or_null(_TEXT_ROWS), "all_tokens": or_null(_ALL_TOKENS)},
     no_number_is_null=True,
 )
+_LARGE_EFFECT = typed(
+    "LargeEffect",
+    LargeEffect,
+    {
+        "latent": "Index of the latent.",
+        "effect": "Estimated increase of the loss if it is ablated, in nats per token.",
+        "error": "Standard error of the effect over texts; null if there are too few texts.",
+        "per_firing": "The same increase per row on which it fires.",
+    },
+    no_number_is_null=True,
+)
+_ABLATED = typed(
+    "AblatedLatent",
+    AblatedLatent,
+    {
+        "latent": "Index of the latent.",
+        "estimate": "Estimated effect on these tokens, in nats per token.",
+        "ablation": "Increase of the loss on these tokens when the latent was ablated, in nats per token.",
+    },
+)
+_EFFECTS = typed(
+    "Effects",
+    Effects,
+    {
+        "text": "Source of the text.",
+        "is_unseen": "Whether this text was not used for training.",
+        "n_tokens": "Number of tokens over which the effects are averaged.",
+        "n_texts": "Number of texts over which the standard errors are computed.",
+        "loss": "Cross-entropy of the unchanged model, in nats.",
+        "n_firing": "Number of latents that fire on the text.",
+        "n_helping": "Number of latents with an effect above 0 by more than 2 standard errors.",
+        "n_hurting": "Number of latents with an effect below 0 by more than 2 standard errors.",
+        "helping": "Histogram of the logarithm of the effects above 0.",
+        "hurting": "Histogram of the logarithm of the negated effects below 0.",
+        "largest": "The latents with the largest absolute effects.",
+        "ablated": "Estimates and ablations of the latents with the largest estimates.",
+        "n_ablated_tokens": "Number of tokens on which latents were ablated.",
+        "pearson": "Pearson correlation of estimates and ablations; null if fewer than 3 latents were ablated.",
+        "spearman": "Spearman correlation of estimates and ablations; null if fewer than 3 latents were ablated.",
+        "ratio": "Sum of the absolute estimates, as a share of the sum of the absolute ablations; null if unknown.",
+    },
+    {"largest": list_of(_LARGE_EFFECT), "ablated": list_of(_ABLATED)},
+    no_number_is_null=True,
+)
 _AUC = typed(
     "AUC",
     Auc,
@@ -424,6 +469,7 @@ _CARD: dict[str, tuple[Any, str]] = {
         or_null(_SPLICED),
         "Loss with the outputs of all MLPs of a set of transcoders or a cross-layer transcoder replaced; else null.",
     ),
+    "effects": (or_null(_EFFECTS), "Effect of each latent on the model's loss if it is ablated; null if not measured."),
     "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null if not measured."),
     "stability": (or_null(_STABILITY), "Share of latents that SAEs with other seeds also found; null for one seed."),
     "twins": (list_of(_TWIN), "Random twins that were trained alongside the SAE."),
@@ -433,7 +479,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "threshold_set_on": (str, "Rows on which the SAE's single threshold was set; empty if there is no such threshold."),
     "training": (or_null(_TRAINING), "How far the training went; null if unknown."),
     "weights": (str, 'Digest of the measured weights; "" if unknown.'),
-    "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
+    "parts": (by_name(_PART), "When and how each part was measured: rows, model, effects, probes, fires_on, promoted."),
     "features": (
         str,
         'Digest of the stored features file; "" if none are stored or the report card is current.',

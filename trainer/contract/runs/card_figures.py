@@ -28,7 +28,7 @@ from trainer.contract.settings.catalog import METRICS, Series
 from trainer.contract.store.seeds import Spread, seeds_of, spread_of
 from trainer.contract.store.twins import frozen_in
 
-Group = Literal["reconstruction", "parts", "model", "latents", "probes", "all_tokens"]
+Group = Literal["reconstruction", "parts", "model", "latents", "effects", "probes", "all_tokens"]
 _CE_SCORE = Series("CE score", better="higher", prominence="key")
 _FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
 
@@ -204,6 +204,9 @@ _FIGURES = (
               condition=_of_data),
     _Declared("true_l0", "latents", Series("true L0", format=".1f", prominence="minor"), _of("known", "true_l0")),
     _Declared("recovery", "latents", Series("recovery (MMCS)", better="higher", format=".3f"), _of("recovery")),
+    _Declared("effects_spearman", "effects", Series("Spearman, ablated", format=".3f"), _of("effects", "spearman")),
+    _Declared("effects_pearson", "effects", Series("Pearson, ablated", format=".3f"), _of("effects", "pearson")),
+    _Declared("effects_ratio", "effects", Series("estimate / true", format=".2f"), _of("effects", "ratio")),
     *_losses("all_tokens", "spliced", "all_tokens"),
     _Declared("together_ce_score", "model", _like(_CE_SCORE, "CE score, all MLPs"), _of("together", "ce_score"),
               _of("together", "ce_score_error"), _texts_of_all),
@@ -320,6 +323,7 @@ def title_of_group(group: Group, card: Card) -> str:
         "parts": "Parts of the crosscoder",
         "model": f"Language model{which}",
         "latents": "Latents",
+        "effects": "Effect of each latent (nats/token)",
         "probes": "Probes",
         "all_tokens": AS_SAELENS[:1].upper() + AS_SAELENS[1:],
     }[group]

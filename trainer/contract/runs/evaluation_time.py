@@ -13,7 +13,16 @@ from trainer.contract.errors import JobFileError
 from trainer.contract.json_file import read_json
 from trainer.contract.planning.hardware import CPU, MeasuredHardware
 from trainer.contract.progress import Planned
-from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PART_TITLES, PROBES, PROMOTED, ROWS, Card
+from trainer.contract.runs.report_card import (
+    EFFECTS,
+    FIRES_ON,
+    IN_MODEL,
+    PART_TITLES,
+    PROBES,
+    PROMOTED,
+    ROWS,
+    Card,
+)
 from trainer.contract.settings.extract import STATE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
@@ -26,6 +35,11 @@ from trainer.contract.store.twins import without_twins
 
 # The default number of tokens used to measure the language model's losses, by device.
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
+# By device, the default number of tokens on which the effects of latents are estimated, and the number of these tokens
+# on which latents are ablated. `N_ABLATED` latents are ablated. Estimating takes as long as `GRADIENT_PASSES` forward
+# passes.
+EFFECT_TOKENS, ABLATED_TOKENS = {"cuda": 2**16, "cpu": 2**14}, {"cuda": 2**14, "cpu": 2**11}
+N_ABLATED, GRADIENT_PASSES = 20, 2
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
 # The time in seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
@@ -139,7 +153,7 @@ def planned(
 def _stages_of(job: JobConfig, parts: set[str], *, has_groups: bool) -> set[str]:
     """Return the stages of an evaluation of the given parts."""
     more: dict[str, Any] = {
-        LOADING: {IN_MODEL, PROBES} & parts,
+        LOADING: {IN_MODEL, EFFECTS, PROBES} & parts,
         DENSE_PROBES: PROBES in parts,
         READING: FIRES_ON in parts and isinstance(job.data.settings, ModelSettings),
         KNOWN: isinstance(job.data.settings, SyntheticSettings),
@@ -164,16 +178,18 @@ def _cosine_seconds(n_saes: int, width: int, d_out: int, flops: float) -> float:
 def _of_model(job: JobConfig, flops: float, device: str, n_saes: int, n_hooks: int) -> dict[str, float]:
     model = language_model(job)
     if model is None or model.size is None:
-        return dict.fromkeys((LOADING, IN_MODEL, PROBES, DENSE_PROBES, PROMOTED, READING), 30.0)
+        return dict.fromkeys((LOADING, IN_MODEL, EFFECTS, PROBES, DENSE_PROBES, PROMOTED, READING), 30.0)
     a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
     # The model runs six passes: one unpatched; three in which the activations are replaced with the SAE's output, zeros
     # or the mean row; and two in which they are replaced with the SAE's output or zeros at all tokens.
     passes = 6 * MODEL_TOKENS[device] * a_token
+    effects = (GRADIENT_PASSES * EFFECT_TOKENS[device] + N_ABLATED * ABLATED_TOKENS[device]) * a_token
     probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token * n_hooks + _PROBE_S * n_saes)
     loading = 4.0 * model.size.n_parameters / _LOADING + _START_S
     return {
         LOADING: loading * n_hooks,
         IN_MODEL: passes * n_saes,
+        EFFECTS: effects * n_saes,
         PROBES: probes,
         DENSE_PROBES: _PROBE_SETS * _PROBE_S * n_hooks,
         PROMOTED: 2.0 * n_saes,

@@ -84,7 +84,7 @@ def _unfinished(text: bytes) -> int:
 
 # The names of the files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
-Order = Literal["sparse", "starred", "density", "largest", "stable", "norm", "latent"]
+Order = Literal["sparse", "starred", "density", "largest", "stable", "effect", "norm", "latent"]
 # Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
 # larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
@@ -132,6 +132,11 @@ _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
 # seeds; NaN if the latent never fires.
 FIRING = "firing_correlation"
 _FIRING: dict[str, tuple[str, str, int | None]] = {FIRING: ("F32", "f", 1)}
+# Additional tensors if the evaluation measured the effects of latents on the language model's loss, in nats: the effect
+# per token, its standard error over texts (NaN if there are too few texts), and the effect per row on which the latent
+# fires. An effect is positive if ablating the latent increases the loss.
+EFFECT, EFFECT_ERROR, EFFECT_FIRING = "effect", "effect_error", "effect_per_firing"
+_EFFECTS: dict[str, tuple[str, str, int | None]] = dict.fromkeys((EFFECT, EFFECT_ERROR, EFFECT_FIRING), ("F32", "f", 1))
 # Additional tensors for a crosscoder: the names of its parts, one a line, and for each latent, each part's share of the
 # norms of its scaled decoder rows. For two parts, latent scaling adds the ratios ν and, for each part, β.
 PART_NAMES, PART_SHARES = "part_names", "part_shares"
@@ -155,6 +160,7 @@ BOUND, _LEAST_FIRED = 0.9, 10
 _OF_BOUND = ("token", "position")
 _FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
 _STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>]=?)(\d*\.?\d+)(?!\S)")
+_EFFECT_FILTER = re.compile(r"(?<!\S)effect:([<>]=?)(-?\d*\.?\d+(?:e-?\d+)?)(?!\S)")
 _NORM_FILTER = re.compile(r"(?<!\S)norm:([<>]=?)(\d*\.?\d+)(?!\S)")
 _PART_FILTER = re.compile(r"(?<!\S)(part|confirmed):(\S+)")
 _KEEPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -163,16 +169,19 @@ _NAMED_FILTER = re.compile(r"(?<!\S)named:(\S*)")
 # The order of a list that a filter selects; the first filter that is used counts.
 _ORDER_OF: dict[re.Pattern[str], Order] = {
     _STABLE_FILTER: "stable",
+    _EFFECT_FILTER: "effect",
     _NORM_FILTER: "norm",
     _STARRED_FILTER: "starred",
     _NAMED_FILTER: "starred",
 }
-_FILTERS = re.compile(r"(?<!\S)(?:stable|family|norm|part|confirmed|starred|named):\S*")
+_FILTERS = re.compile(r"(?<!\S)(?:stable|effect|family|norm|part|confirmed|starred|named):\S*")
 NO_STABILITY = "no stability across seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
+NO_EFFECTS = "no effects of latents are stored; `sae-tui eval ID --model auto --effects` measures them"
 NO_PARTS = "this SAE is not a crosscoder, so its latents have no parts"
 NO_SCALING = "latent scaling was not measured; an evaluation measures it for a crosscoder of two parts"
 _CODES = {
-    name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _FIRING | _BOUND | _PARTS | SCALING).items()
+    name: code
+    for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _FIRING | _EFFECTS | _BOUND | _PARTS | SCALING).items()
 }
 
 
@@ -229,6 +238,10 @@ class Feature(msgspec.Struct, frozen=True):
     well its activations correlate with the latents that have these directions, averaged in the same way; None if
     unknown. `family` is one of `FAMILIES`.
 
+    `effect` is the estimated increase of the language model's loss if the latent is ablated, in nats per token, with
+    its standard error `effect_error`. `effect_per_firing` is the increase per row on which the latent fires. They are
+    None if they were not measured.
+
     For a crosscoder, `parts` says how much the latent writes in each part, and `part` is the letter of the only part in
     which it writes, "shared" or "other". `nu_error` and `nu_reconstruction` are the ratios of latent scaling: β in the
     part with the smaller share, divided by β in the other part. They are None if they are unknown.
@@ -248,6 +261,9 @@ class Feature(msgspec.Struct, frozen=True):
     suppressed: tuple[LogitChange, ...] = ()
     stability: float | None = None
     firing_correlation: float | None = None
+    effect: float | None = None
+    effect_error: float | None = None
+    effect_per_firing: float | None = None
     family: Family = "other"
     parts: tuple[LatentPart, ...] = ()
     part: str = ""
@@ -337,6 +353,7 @@ class Features:
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
         more = (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
         more |= _FIRING if FIRING in self._entries else {}
+        more |= _EFFECTS if self.has_effects else {}
         more |= (_PARTS if self.has_parts else {}) | (SCALING if self.has_scaling else {})
         return _LAYOUT | more | (_BOUND if self.has_families else {})
 
@@ -393,6 +410,11 @@ class Features:
         return exported_tokens(self.folder)
 
     @property
+    def has_effects(self) -> bool:
+        """Whether the file says how much ablating each latent changes the language model's loss."""
+        return self._entries.keys() >= _EFFECTS.keys()
+
+    @property
     def n_latents(self) -> int:
         return self._entries["n_fired"].shape[0]
 
@@ -404,10 +426,10 @@ class Features:
     def order(self, by: Order = "sparse") -> list[int]:
         """Return all latents that fire, in the given order.
 
-        "density", "largest" (activation), "stable" (cosine with other seeds; 0 if unknown) and "norm" (a crosscoder's
-        relative norm; 0 if unknown) put the highest values first, and "latent" sorts by index. With "sparse", the
-        latents that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and
-        then more frequent latents, the densest last. With "starred", all latents with a note come first, even if they
+        "density", "largest" (activation), "stable" (cosine with other seeds), "effect" (on the loss of the language
+        model) and "norm" (a crosscoder's relative norm) put the highest values first; unknown values are 0. "latent"
+        sorts by index. With "sparse", the latents that fire on 0.01 to 1 % of the rows come first, sorted by largest
+        activation. Rarer latents follow, and then more frequent latents, the densest last. With "starred", all latents with a note come first, even if they
         never fire: the starred ones, then the named ones.
         """
         fired = self._ints("n_fired")
@@ -422,8 +444,12 @@ class Features:
         keys: Sequence[float] = fired
         if by == "largest":
             keys = self._floats("largest")
-        elif by != "density":
-            keys = self.stability if by == "stable" else self.relative_norms
+        elif by == "stable":
+            keys = self.stability
+        elif by == "effect":
+            keys = self.effects
+        elif by == "norm":
+            keys = self.relative_norms
         return sorted(alive, key=lambda latent: -keys[latent])
 
     @property
@@ -446,6 +472,11 @@ class Features:
     def stability(self) -> Sequence[float]:
         """Each latent's largest decoder cosine with another seed, averaged over the other seeds; zeros if unknown."""
         return self._floats(STABILITY) if self.has_stability else [0.0] * self.n_latents
+
+    @property
+    def effects(self) -> Sequence[float]:
+        """The increase of the language model's loss if each latent is ablated, in nats per token; zeros if unknown."""
+        return self._floats(EFFECT) if self.has_effects else [0.0] * self.n_latents
 
     def _sparse_first(self, latents: Iterable[int]) -> list[int]:
         """Sort latents by how likely they are to be interpretable."""
@@ -500,8 +531,9 @@ class Features:
         the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse".
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
 
-        `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, and
-        `family:token` keeps only latents of that family. For a crosscoder, `part:B` keeps latents that write only in
+        `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, `effect:>0.001`
+        keeps latents with a larger effect on the language model's loss, and `family:token` keeps only latents of that
+        family. For a crosscoder, `part:B` keeps latents that write only in
         the second part, `confirmed:B` only the ones that latent scaling confirms, and `norm:>0.9` only latents with a
         larger relative norm. `starred:` keeps only latents with a star (`starred:no` the others), and `named:king` only
         latents with "king" in their name (`named:` all with a name). Without other words, the first list contains all
@@ -527,15 +559,18 @@ class Features:
     def _filters(self, words: str) -> Iterator[set[int]]:
         """Yield the latents that each filter in `words` keeps; raise `UserError` for an unknown filter."""
         for one in _FILTERS.findall(words):
-            known = (_STABLE_FILTER, _FAMILY_FILTER, _NORM_FILTER, _PART_FILTER, _STARRED_FILTER, _NAMED_FILTER)
-            if not any(pattern.fullmatch(one) for pattern in known):
+            if not any(pattern.fullmatch(one) for pattern in (*_ORDER_OF, _FAMILY_FILTER, _PART_FILTER)):
                 of_crosscoder = "for a crosscoder: norm:>0.9, part:B or confirmed:B"
                 families = f"family: and one of {', '.join(FAMILIES)}; starred: or named:WORD; {of_crosscoder}"
-                raise UserError(f"{one} is unknown; write stable:>0.7, or {families}")
+                raise UserError(f"{one} is unknown; write stable:>0.7, effect:>0.001, or {families}")
         for sign, than in _STABLE_FILTER.findall(words):
             if not self.has_stability:
                 raise UserError(f"stable: {NO_STABILITY}")
             yield {latent for latent, cosine in enumerate(self.stability) if _KEEPS[sign](cosine, float(than))}
+        for sign, than in _EFFECT_FILTER.findall(words):
+            if not self.has_effects:
+                raise UserError(f"effect: {NO_EFFECTS}")
+            yield {latent for latent, effect in enumerate(self.effects) if _KEEPS[sign](effect, float(than))}
         for family in _FAMILY_FILTER.findall(words):
             if family in _OF_BOUND and not self.has_families:
                 raise UserError(
@@ -662,6 +697,9 @@ class Features:
             suppressed=self._moved("suppressed", latent),
             stability=self._floats(STABILITY, latent)[0] if self.has_stability else None,
             firing_correlation=self._firing_correlation(latent),
+            effect=self._effect(EFFECT, latent),
+            effect_error=self._effect(EFFECT_ERROR, latent),
+            effect_per_firing=self._effect(EFFECT_FIRING, latent),
             family=self.families[latent],
             parts=tuple(self._parts(latent)),
             part=self.part_kinds[latent],
@@ -680,6 +718,9 @@ class Features:
     def _firing_correlation(self, latent: int) -> float | None:
         value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan
         return value if math.isfinite(value) else None
+
+    def _effect(self, name: str, latent: int) -> float | None:
+        return _finite(self._floats(name, latent)[0]) if self.has_effects else None
 
     def _parts(self, latent: int) -> Iterator[LatentPart]:
         for number, name in enumerate(self.part_names):

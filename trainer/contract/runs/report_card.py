@@ -15,6 +15,7 @@ import msgspec
 
 from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.runs.crosscoder import Crosscoder, part_facts, part_remarks
+from trainer.contract.runs.effects import Effects, effect_facts, effect_remarks
 from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -404,9 +405,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 # The parts of a report card and their titles. Each part is measured separately, and its results are kept until the part
 # is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
+EFFECTS = "effects"
 PART_TITLES = {
     ROWS: "rows",
     IN_MODEL: "in the model",
+    EFFECTS: "effect of each latent",
     PROBES: "probes",
     FIRES_ON: "max-activating examples",
     PROMOTED: "promoted tokens",
@@ -421,7 +424,8 @@ class Card(msgspec.Struct, frozen=True):
     texts are unknown. `recipe` contains the training settings, and `training` the run's state; both are None if
     unknown. `threshold_set_on` names the rows on which the SAE's single threshold was set to reach the target L0, or is
     "" for an SAE without a single threshold. `weights` is a digest of the weights described by all `parts`. `features`
-    is a digest of the stored features file. `together` contains the losses if the outputs of all MLPs are replaced at
+    is a digest of the stored features file. `effects` says how much the language model's loss changes if latents are
+    ablated. `together` contains the losses if the outputs of all MLPs are replaced at
     once, by the run's transcoders or its cross-layer transcoder; it is None for other SAEs. `stability` is None for an
     SAE that was trained with one seed. `twins` are the random twins trained alongside the SAE. `families` maps each of
     `features.FAMILIES` to its number of latents; it is empty if no max-activating examples are stored.
@@ -439,6 +443,7 @@ class Card(msgspec.Struct, frozen=True):
     known: KnownFeatures | None = None
     spliced: PatchedModel | None = None
     together: PatchedModel | None = None
+    effects: Effects | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
     # The sums are stored in a separate file.
@@ -486,6 +491,7 @@ class Card(msgspec.Struct, frozen=True):
             known=self.known or (older.known if same_rows else None),
             spliced=self.spliced or older.spliced,
             together=self.together or older.together,
+            effects=self.effects or older.effects,
             probing=self.probing or older.probing,
             stability=self.stability or older.stability,
             twins=self.twins or (older.twins if same_rows else ()),
@@ -579,7 +585,7 @@ def of_parts(card: Card) -> str:
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
         for name, part in card.parts.items()
-        if name in (ROWS, IN_MODEL, PROBES)
+        if name in (ROWS, IN_MODEL, EFFECTS, PROBES)
     )
 
 
@@ -702,6 +708,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("known features", _known_features(card.known))] if card.known else []),
         *(_losses(card.spliced) if card.spliced else []),
         *(_of_all_layers(card.together) if card.together else []),
+        *(effect_facts(card.effects) if card.effects else []),
         *(_probes(card.probing) if card.probing else []),
         *_of_run(card),
     ]
@@ -775,6 +782,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         *([("families", _families(card))] if card.families else []),
         *([("model read", _text_read(read))] if (read := card.spliced or card.together) else []),
+        *(effect_remarks(card.effects) if card.effects else []),
         *([("probed on", _probed_on(card.probing))] if card.probing else []),
         *_of_run(card),
     ]

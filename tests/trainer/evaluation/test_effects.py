@@ -1,0 +1,305 @@
+"""Checks the effects of latents on a language model's loss against plain loops over transformers models."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from support.extractions import CPU, extraction_job
+from support.saes import new_sae
+from support.tiny_models import D_IN, make_config, make_tokenizer, sentences
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.contract.runs.features import EFFECT, EFFECT_ERROR, EFFECT_FIRING
+from trainer.contract.settings.extract import ExtractJob
+from trainer.evaluation.effects import SaeLatents, measure_effects
+from trainer.evaluation.spliced import SplicedModel
+from trainer.extraction.packing import PADDING
+from trainer.saes.sparse_acts import DenseActs
+from trainer.saes.topk import TopK
+
+D_SAE = 24
+ONE = torch.ones(())
+HOOK = "resid_post.1"
+# The paths of block 1 and of its MLP, by family.
+BLOCKS = {"gpt2": "transformer.h.1", "llama": "model.layers.1", "gemma3": "model.layers.1"}
+
+
+def weights(scale: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Return an encoder [D_IN, D_SAE] whose last latent never fires, and a decoder [D_SAE, D_IN]."""
+    generator = torch.Generator().manual_seed(3)
+    w_enc, w_dec = (torch.randn(shape, generator=generator) for shape in ((D_IN, D_SAE), (D_SAE, D_IN)))
+    w_enc[:, -1] = 0
+    return w_enc, scale * w_dec / math.sqrt(D_IN)
+
+
+def encoded(x: Tensor) -> Tensor:
+    """Return activations [n, D_SAE] for rows x, in the dtype of x; about a third of them are above 0."""
+    return (x @ weights()[0].to(x) / math.sqrt(D_IN) - 0.5 * x.norm(dim=1, keepdim=True) / math.sqrt(D_IN)).relu()
+
+
+def latents(scale: float = 0.3) -> SaeLatents:
+    return SaeLatents(lambda rows: DenseActs(encoded(rows)), ONE, weights(scale)[1])
+
+
+def make_causal(folder: Path, family: str) -> Path:
+    """Write a causal model whose blocks change the residual stream, and its tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(family)
+    model = transformers.AutoModelForCausalLM.from_config(make_config(family, len(tokenizer)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name.lower() and "ln_" not in name:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    place = tmp_path_factory.mktemp("models")
+    return lambda family: place / family if (place / family).exists() else make_causal(place / family, family)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(40)))
+    return file
+
+
+def job_on(model: Path, text: Path, **settings: Any) -> ExtractJob:
+    return extraction_job(model, text, text.parent / "rows", **{"hooks": [HOOK], "context": 48} | settings)
+
+
+class Piece(NamedTuple):
+    """The tokens of a document in one context, the document's number, and the rows that can be changed."""
+
+    ids: Tensor
+    document: int
+    kept: Tensor
+
+
+class Loop:
+    """The unmodified model in float64, which reads one piece of a document at a time."""
+
+    def __init__(self, folder: Path, family: str, read: str = "", written: str = "") -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self.special = set(transformers.AutoTokenizer.from_pretrained(folder).all_special_ids)
+        block = BLOCKS[family]
+        self._read = self.model.get_submodule(f"{block}.{read}" if read else block)
+        self._written = self.model.get_submodule(f"{block}.{written}" if written else block)
+        self._of_input = bool(read)
+
+    def pieces(self, spliced: SplicedModel, n_tokens: int) -> list[Piece]:
+        found = []
+        for batch in spliced.batches(n_tokens)[0]:
+            for ids, documents in zip(batch.ids, batch.documents, strict=True):
+                for document in dict.fromkeys(documents[documents != PADDING].tolist()):
+                    own = torch.from_numpy(ids[documents == document])
+                    kept = torch.tensor([at > 0 and one not in self.special for at, one in enumerate(own.tolist())])
+                    found.append(Piece(own, document, kept))
+        return found
+
+    @contextlib.contextmanager
+    def _changed(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+        """Replace the rows that are written with `change(rows that are read, rows that are written)`."""
+        rows: list[Tensor] = []
+
+        def first(_: object, arguments: tuple[Tensor, ...]) -> None:
+            rows.append(arguments[0][0])
+
+        def after(_: object, __: object, output: Any) -> Any:
+            own = output if isinstance(output, Tensor) else output[0]
+            new = change(rows[0] if rows else own[0], own[0])[None]
+            return new if isinstance(output, Tensor) else (new, *output[1:])
+
+        handles = [self._read.register_forward_pre_hook(first)] if self._of_input else []
+        handles.append(self._written.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def loss(self, piece: Piece, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the summed loss of the tokens after kept rows."""
+        with self._changed(change):
+            log_p = self.model(piece.ids[None]).logits[0].log_softmax(-1)
+        losses = [-log_p[at, piece.ids[at + 1]] for at in range(len(piece.ids) - 1) if piece.kept[at]]
+        return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+
+    def estimates(self, piece: Piece, w_dec: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each latent's estimated effect on the summed loss, [d_sae], and the number of rows it fires on."""
+        added = torch.zeros(len(piece.ids), w_dec.shape[1], dtype=torch.float64, requires_grad=True)
+        read: list[Tensor] = []
+
+        def change(rows: Tensor, written: Tensor) -> Tensor:
+            read.append(rows.detach())
+            return written + added
+
+        loss = self.loss(piece, change)
+        gradient = torch.autograd.grad(loss, added)[0] if loss.requires_grad else torch.zeros_like(added)
+        acts = encoded(read[0]) * piece.kept[:, None]
+        effects = torch.zeros(len(w_dec), dtype=torch.float64)
+        for row, of_row in zip(gradient, acts, strict=True):
+            for latent, act in enumerate(of_row.tolist()):
+                effects[latent] -= act * (row @ w_dec[latent].double())
+        return effects, (acts > 0).sum(0)
+
+    def ablated(self, piece: Piece, latent: int, w_dec: Tensor) -> float:
+        """Return the change of the summed loss if the latent's contribution is subtracted."""
+
+        def change(rows: Tensor, written: Tensor) -> Tensor:
+            act = encoded(rows)[:, latent] * piece.kept
+            return written - act[:, None] * w_dec[latent].double()
+
+        with torch.no_grad():
+            return float(self.loss(piece, change) - self.loss(piece, lambda _, written: written))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
+def test_estimates_and_errors_match_a_float64_loop_over_documents(
+    family: str, models: Callable[[str], Path], text: Path
+) -> None:
+    spliced, loop = SplicedModel(job_on(models(family), text), HOOK, CPU), Loop(models(family), family)
+    sums, fired, n_of = {}, torch.zeros(D_SAE), {}
+    for piece in loop.pieces(spliced, 600):
+        effects, n_fired = loop.estimates(piece, weights()[1])
+        sums[piece.document] = sums.get(piece.document, 0) + effects
+        n_of[piece.document] = n_of.get(piece.document, 0) + int(piece.kept[:-1].sum())
+        fired += n_fired
+    figures, tensors = measure_effects(spliced, latents(), 600)
+    n, by_text = sum(n_of.values()), torch.stack([*sums.values()])
+    expected = by_text.sum(0) / n
+    assert (figures.n_tokens, figures.n_texts) == (n, sum(of > 0 for of in n_of.values()))
+    assert figures.n_firing == int((fired > 0).sum()) == D_SAE - 1
+    torch.testing.assert_close(tensors[EFFECT].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    per_firing = expected * n / fired.clamp(min=1)
+    torch.testing.assert_close(tensors[EFFECT_FIRING].double(), per_firing, rtol=1e-4, atol=1e-6)
+    left = by_text - expected * torch.tensor([*n_of.values()], dtype=torch.float64)[:, None]
+    n_texts = figures.n_texts
+    errors = (left.square().sum(0) * n_texts / (n_texts - 1)).sqrt() / n
+    torch.testing.assert_close(tensors[EFFECT_ERROR].double(), errors, rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
+def test_ablations_match_a_loop_that_subtracts_each_contribution(
+    family: str, models: Callable[[str], Path], text: Path
+) -> None:
+    spliced, loop = SplicedModel(job_on(models(family), text), HOOK, CPU), Loop(models(family), family)
+    figures, _ = measure_effects(spliced, latents(), 300, 300)
+    pieces = loop.pieces(spliced, 300)
+    assert len(figures.ablated) == 20
+    assert figures.n_ablated_tokens == figures.n_tokens
+    for one in figures.ablated:
+        change = sum(loop.ablated(piece, one.latent, weights()[1]) for piece in pieces)
+        assert one.ablation == pytest.approx(change / figures.n_tokens, rel=1e-3, abs=1e-6)
+    estimates, ablations = ([getattr(one, name) for one in figures.ablated] for name in ("estimate", "ablation"))
+    stats = pytest.importorskip("scipy.stats")
+    assert figures.pearson == pytest.approx(stats.pearsonr(estimates, ablations).statistic)
+    assert figures.spearman == pytest.approx(stats.spearmanr(estimates, ablations).statistic)
+    assert figures.ratio == pytest.approx(np.abs(estimates).sum() / np.abs(ablations).sum())
+
+
+def test_a_transcoders_latents_change_the_output_of_its_mlp(models: Callable[[str], Path], text: Path) -> None:
+    job = job_on(models("gpt2"), text, hooks=["mlp_in.1", "mlp_out.1"])
+    spliced, loop = SplicedModel(job, "mlp_in.1", CPU, "mlp_out.1"), Loop(models("gpt2"), "gpt2", "mlp", "mlp")
+    pieces = loop.pieces(spliced, 300)
+    figures, tensors = measure_effects(spliced, latents(), 300, 300)
+    expected = sum(loop.estimates(piece, weights()[1])[0] for piece in pieces) / figures.n_tokens
+    torch.testing.assert_close(tensors[EFFECT].double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    one = figures.ablated[0]
+    change = sum(loop.ablated(piece, one.latent, weights()[1]) for piece in pieces)
+    assert one.ablation == pytest.approx(change / figures.n_tokens, rel=1e-3)
+
+
+def test_the_error_of_estimates_falls_quadratically_with_the_activations(
+    models: Callable[[str], Path], text: Path
+) -> None:
+    spliced, errors = SplicedModel(job_on(models("gpt2"), text), HOOK, CPU), []
+    for scale in (0.8, 0.4):
+        figures, _ = measure_effects(spliced, latents(scale), 300, 300)
+        errors.append({one.latent: one.ablation - one.estimate for one in figures.ablated})
+    shared = errors[0].keys() & errors[1].keys()
+    ratio = sum(abs(errors[0][one]) for one in shared) / sum(abs(errors[1][one]) for one in shared)
+    assert 3 < ratio < 5
+
+
+def test_sparse_and_dense_activations_have_the_same_effects(models: Callable[[str], Path], text: Path) -> None:
+    torch.manual_seed(0)
+    sae = new_sae(TopK, D_IN, 64, k=8)
+    sae.W_enc.data.normal_()
+    spliced = SplicedModel(job_on(models("gpt2"), text), HOOK, CPU)
+
+    def acts_of(x: Tensor) -> Any:
+        return sae(x, x).acts
+
+    directions = torch.randn(64, D_IN)
+    sparse = SaeLatents(acts_of, ONE, directions)
+    dense = SaeLatents(lambda x: DenseActs(acts_of(x).dense()), ONE, directions)
+    (first, of_sparse), (second, of_dense) = (measure_effects(spliced, one, 400) for one in (sparse, dense))
+    assert (of_sparse[EFFECT] != 0).sum() > 20
+    for name in of_sparse:
+        torch.testing.assert_close(of_sparse[name], of_dense[name], rtol=1e-4, atol=1e-7)
+    assert [one.ablation for one in first.ablated] == pytest.approx([one.ablation for one in second.ablated])
+    doubled = SaeLatents(acts_of, torch.tensor(0.5), directions / 2)
+    torch.testing.assert_close(measure_effects(spliced, doubled, 400)[1][EFFECT], of_sparse[EFFECT])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+def test_effects_do_not_depend_on_how_the_text_is_split_into_batches(
+    family: str, models: Callable[[str], Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for at_once in (1024, 48):
+        monkeypatch.setattr("trainer.evaluation.spliced.TOKENS_AT_ONCE", at_once)
+        spliced = SplicedModel(job_on(models(family), text), HOOK, CPU)
+        found.append((len(spliced.batches(400)[0]), *measure_effects(spliced, latents(), 400, 400)))
+    (n, figures, tensors), (n_split, of_split, split) = found
+    assert n < n_split
+    for name in tensors:
+        torch.testing.assert_close(tensors[name], split[name], rtol=1e-4, atol=1e-7)
+    assert (figures.n_texts, figures.n_tokens) == (of_split.n_texts, of_split.n_tokens)
+    assert figures.loss == pytest.approx(of_split.loss)
+    assert figures.pearson == pytest.approx(of_split.pearson, abs=1e-4)
+
+
+def test_a_model_in_bf16_has_about_the_same_effects(models: Callable[[str], Path], text: Path) -> None:
+    job = job_on(models("llama"), text)
+    narrow = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, dtype="bf16"))
+    (_, whole), (figures, rounded) = (
+        measure_effects(SplicedModel(one, HOOK, CPU), latents(), 400) for one in (job, narrow)
+    )
+    correlation = torch.corrcoef(torch.stack([whole[EFFECT], rounded[EFFECT]]))[0, 1]
+    assert correlation > 0.98
+    assert torch.equal(whole[EFFECT], rounded[EFFECT]) is False
+    assert len(figures.ablated) == 20
+
+
+def test_a_latent_that_never_fires_has_no_effect(models: Callable[[str], Path], text: Path) -> None:
+    figures, tensors = measure_effects(SplicedModel(job_on(models("gpt2"), text), HOOK, CPU), latents(), 400)
+    assert [float(one[-1]) for one in tensors.values()] == [0, 0, 0]
+    assert D_SAE - 1 not in [one.latent for one in figures.ablated]
+    assert sum(figures.helping) + sum(figures.hurting) == figures.n_firing == D_SAE - 1
+    assert figures.n_helping + figures.n_hurting <= figures.n_firing
+    largest = [abs(one.effect) for one in figures.largest]
+    assert largest == sorted(largest, reverse=True)
+    assert largest[0] == pytest.approx(float(tensors[EFFECT].abs().max()))
+
+
+def test_text_without_predictions_is_refused(models: Callable[[str], Path], text: Path) -> None:
+    text.write_text(json.dumps({"text": "a"}) + "\n")
+    with pytest.raises(UserError, match=r"text\.path: the text has no rows"):
+        measure_effects(SplicedModel(job_on(models("gpt2"), text), HOOK, CPU), latents(), 400)
