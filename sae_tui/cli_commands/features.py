@@ -168,17 +168,19 @@ def _of_card(context: CommandContext, job_id: int, number: int) -> dict[str, Pat
 
 def _list(shown: Sequence[Feature]) -> None:
     if shown:
-        parts = [f"IN {letter(number)}" for number in range(len(shown[0].parts))]
+        more = ["EFFECT"] if shown[0].effect is not None else []
+        more += [f"IN {letter(number)}" for number in range(len(shown[0].parts))]
         has_notes = any(one.starred or one.name for one in shown)
         names = ["STAR", "NAME"] if has_notes else []
-        headings = ("LATENT", "DENSITY", "LARGEST", *parts, *names, "FIRES ON")
+        headings = ("LATENT", "DENSITY", "LARGEST", *more, *names, "FIRES ON")
         show_table(headings, (_cells(one, has_notes=has_notes) for one in shown))
 
 
 def _cells(one: Feature, *, has_notes: bool) -> tuple[object, ...]:
-    shares = [f"{part.share:.2f}" for part in one.parts]
+    more = [f"{one.effect:+.1e}"] if one.effect is not None else []
+    more += [f"{part.share:.2f}" for part in one.parts]
     own = [STAR * one.starred, on_one_line(one.name)] if has_notes else []
-    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *shares, *own, strongest_tokens(one)
+    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *more, *own, strongest_tokens(one)
 
 
 def _show(feature: Feature, read: Features) -> None:

@@ -58,16 +58,26 @@ class LatentList(LineView, can_focus=True):
         self.latents: Sequence[int] = ()
         # Latents from this index on have examples containing the search words, but do not fire on these words.
         self._n_firing = 0
+        self._has_effects = False
 
     def show_latents(
-        self, features: Features, firing: Sequence[int], others: Sequence[int] = (), latent: int | None = None
+        self,
+        features: Features,
+        firing: Sequence[int],
+        others: Sequence[int] = (),
+        latent: int | None = None,
+        *,
+        has_effects: bool = False,
     ) -> None:
         """Replace the list; put the cursor on `latent`, or on the first latent if it is not listed.
+
+        With `has_effects`, a column shows the latents' effects instead of their densities.
 
         A separator is drawn between the latents firing on the search words and the `others`.
         """
         latents = [*firing, *others]
         self._features, self.latents, self._n_firing = features, latents, len(firing)
+        self._has_effects = has_effects
         place = latents.index(latent) if latent in latents else 0
         self.set_reactive(LatentList.cursor, place)
         self._draw()
@@ -131,25 +141,31 @@ class LatentList(LineView, can_focus=True):
             return
         border = self._border
         apart = f"── only in their texts: {len(latents) - self._n_firing:,} "
+        often = "EFFECT" if self._has_effects else "DENSITY"
         here, mark = self._line_of(self.cursor), "cursor" if self.has_focus else "here"
 
         def line(index: int) -> Line:
             if not index:
                 parts = tuple(map(letter, range(len(features.part_names))))
-                return ((_row(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), width, parts), "label"),)
+                return ((_row(("LATENT", often, "LARGEST", "FIRES ON"), width, parts), "label"),)
             if index - 1 == border:
                 return ((fit(apart.ljust(width, "─"), width), "label"),)
             place = index - 1 - (border is not None and index - 1 > border)
             style = f"text {mark}" if index - 1 == here else "text"
             feature = features.feature(latents[place])
-            return ((_row(_cells(feature), width, [f"{part.share:.2f}" for part in feature.parts]), style),)
+            cells, shares = (
+                _cells(feature, has_effects=self._has_effects),
+                [f"{one.share:.2f}" for one in feature.parts],
+            )
+            return ((_row(cells, width, shares), style),)
 
         self.show(LazyLines(1 + len(latents) + (border is not None), line))
 
 
-def _cells(feature: Feature) -> tuple[str, str, str, str]:
+def _cells(feature: Feature, *, has_effects: bool) -> tuple[str, str, str, str]:
     number = f"{STAR if feature.starred else ' '}{feature.latent:>6}"
-    return number, f"{feature.density:.3%}", f"{feature.largest:.2f}", label(feature)
+    often = f"{feature.effect or 0.0:+.1e}" if has_effects else f"{feature.density:.3%}"
+    return number, often, f"{feature.largest:.2f}", label(feature)
 
 
 def _row(cells: tuple[str, str, str, str], width: int, parts: Sequence[str] = ()) -> str:

@@ -90,9 +90,9 @@ class FeaturesScreen(Evaluates, FramedScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go to the previous screen"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents whose notes or examples contain these words, starred:, stable:>0.7, effect:>0.01"),
+                tooltip="Latents with these words in notes or examples, starred:, stable:>0.7, effect:>0.01"),
         Binding("o", "next_order", "Order", id="features.sort",
-                tooltip="0.01 to 1 % first, starred first, by density, largest activation, stability, effect, norm or number"),
+                tooltip="0.01 to 1 % first, starred, density, largest activation, stability, effect, norm, number"),
         Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="Go to a latent by its number"),
         Binding("equals_sign", "go_to_nearest", "Nearest", key_display="=", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
@@ -203,7 +203,9 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if self._features is not None:
             self._last = found
             latents = [*found.noted, *found.firing]
-            self.query_one(LatentList).show_latents(self._features, latents, found.others, latent)
+            has_effects = "effect:" in self.words or (self.order == "effect" and not self.words)
+            listed = self.query_one(LatentList)
+            listed.show_latents(self._features, latents, found.others, latent, has_effects=has_effects)
             self._title()
 
     def _title(self) -> None:

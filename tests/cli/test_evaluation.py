@@ -49,7 +49,8 @@ def test_the_job_command_shows_the_report_card(shell: Shell) -> None:
     ("flags", "said"),
     [
         (["--probe"], "--probe: needs --model"),
-        (["--model", "auto", "--no-splice"], "--no-splice: needs --probe"),
+        (["--effects"], "--effects: needs --model"),
+        (["--model", "auto", "--no-splice"], "--no-splice: needs --probe or --effects"),
         (["--keep-rows"], "--keep-rows: leaves nothing to measure"),
     ],
 )

@@ -70,7 +70,7 @@ def test_latents_are_sorted_and_filtered_by_their_stability_across_seeds(shell: 
         assert [one["latent"] for one in shell.json("features", job_id, "--search", words)] == latents, words
     for words in ("stable:0.7", "stable:", "family:no", "lämb stable:>x"):
         (line,) = shell.errors("features", job_id, "--search", words, code=1)
-        assert "is unknown; write stable:>0.7, or family: and one of silent, dense, token" in line
+        assert "is unknown; write stable:>0.7, effect:>0.001, or family: and one of silent, dense, token" in line
     assert shell.errors("features", job_id, "--search", "stable:>1", code=1) == [
         "sae-tui: error: no latent matches stable:>1"
     ]
@@ -84,6 +84,42 @@ def test_latents_are_sorted_and_filtered_by_their_stability_across_seeds(shell: 
     assert f"{words}; firing correlation 0.88\n" in shell.run("features", job_id, 1).stdout
     assert [shell.json("features", job_id, latent)["firing_correlation"] for latent in (0, 1)] == [None, 0.875]
     file.write_bytes(features_file(stability=("F32", "f", [1], [0.25])))
+    (line,) = shell.errors("features", job_id, code=1)
+    assert line.endswith("was not written by `sae-train eval`; run the command again")
+
+
+def test_latents_are_sorted_and_filtered_by_their_effect_on_the_loss(shell: Shell, job_id: int) -> None:
+    (line,) = shell.errors("features", job_id, "--sort", "effect", code=1)
+    assert line.startswith("sae-tui: error: --sort: no effects of latents are stored; `sae-tui eval ID --model auto")
+    (line,) = shell.errors("features", job_id, "--search", "effect:>0", code=1)
+    assert line.startswith("sae-tui: error: effect: no effects of latents are stored")
+    assert shell.json("features", job_id, 0)["effect"] is None
+    (file,) = shell.data.sae(job_id).rglob(FEATURES)
+    effects = {
+        "effect": ("F32", "f", [2], [-0.25, 0.0078125]),
+        "effect_error": ("F32", "f", [2], [math.nan, 0.0009765625]),
+        "effect_per_firing": ("F32", "f", [2], [-2.5, 0.5]),
+    }
+    file.write_bytes(features_file(**effects))
+    assert [one["latent"] for one in shell.json("features", job_id, "--sort", "effect")] == [1, 0]
+    head, *rows = shell.run("features", job_id, "--sort", "effect").stdout.splitlines()[1:]
+    assert head.split() == ["LATENT", "DENSITY", "LARGEST", "EFFECT", "FIRES", "ON"]
+    assert [row.split()[3] for row in rows] == ["+7.8e-03", "-2.5e-01"]
+    for words, latents in {
+        "effect:>0.001": [1],
+        "effect:>1e-3": [1],
+        "effect:<-0.1": [0],
+        "effect:<=0.0078125": [1, 0],
+        "effect:>0 family:other": [1],
+        "effect:<0 lämb": [0],
+    }.items():
+        assert [one["latent"] for one in shell.json("features", job_id, "--search", words)] == latents, words
+    (line,) = shell.errors("features", job_id, "--search", "effect:large", code=1)
+    assert "effect:large is unknown; write stable:>0.7, effect:>0.001" in line
+    shown = shell.run("features", job_id, 1).stdout
+    assert "effect       +0.00781 ± 0.00098 nats per token if ablated, +0.5 per row on which it fires\n" in shown
+    assert [shell.json("features", job_id, latent)["effect_error"] for latent in (0, 1)] == [None, 0.0009765625]
+    file.write_bytes(features_file(**effects | {"effect_error": ("F32", "f", [1], [0.25])}))
     (line,) = shell.errors("features", job_id, code=1)
     assert line.endswith("was not written by `sae-train eval`; run the command again")
 

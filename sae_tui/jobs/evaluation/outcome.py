@@ -10,7 +10,7 @@ from sae_tui.jobs.going import DONE, FAILED
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.log_tail import last_line
-from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.runs.report_card import EFFECTS, IN_MODEL, PROBES, ROWS
 from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.series import CRITERION, series_named
 from trainer.contract.store.seeds import by_seeds, mean, spread_of, without_seed
@@ -54,6 +54,8 @@ def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
     words = [f"{fvu} on {rows}"] if ROWS in parts else []
     if IN_MODEL in parts:
         words.append(best.spliced.words if best.spliced else "no loss, since its model does not predict the next token")
+    if EFFECTS in parts and best.effects:
+        words.append(best.effects.words)
     if PROBES in parts and best.probing:
         words.append(best.probing.words)
     is_named = len(cards) > 1 and not (spread and ROWS in parts)

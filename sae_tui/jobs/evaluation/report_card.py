@@ -54,6 +54,19 @@ class PatchedModelSummary(msgspec.Struct, frozen=True):
         return f"CE score {ce}, KL score {kl}"
 
 
+class EffectsSummary(msgspec.Struct, frozen=True):
+    """The number of latents that help or hurt the language model, and how well estimates and ablations correlate."""
+
+    n_helping: int
+    n_hurting: int
+    pearson: float | None = None
+
+    @property
+    def words(self) -> str:
+        agreement = "" if self.pearson is None else f" (correlation with ablations {self.pearson:.2f})"
+        return f"{self.n_helping:,} latents help the model and {self.n_hurting:,} hurt it{agreement}"
+
+
 class AucSummary(msgspec.Struct, frozen=True):
     """The mean AUC of probes over several data sets, and its standard error over random splits."""
 
@@ -87,6 +100,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     label: str = ""
     tokens: int = 0
     spliced: PatchedModelSummary | None = None
+    effects: EffectsSummary | None = None
     probing: ProbingSummary | None = None
     known: KnownFeatures | None = None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,19 +15,25 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.extractions import CPU, extraction_job
+from support.extractions import CPU, extraction_job, run
 from support.saes import new_sae
-from support.tiny_models import D_IN, make_config, make_tokenizer, sentences
+from support.tiny_models import D_IN, make_config, make_model, make_tokenizer, sentences
 from torch import Tensor
 
+from trainer.cli import main
 from trainer.contract.errors import UserError
-from trainer.contract.runs.features import EFFECT, EFFECT_ERROR, EFFECT_FIRING
+from trainer.contract.runs.features import EFFECT, EFFECT_ERROR, EFFECT_FIRING, FEATURES, Features
+from trainer.contract.runs.report_card import EFFECTS, IN_MODEL, ROWS, Card, read_card
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.effects import SaeLatents, measure_effects
-from trainer.evaluation.spliced import SplicedModel
+from trainer.evaluation.exported import read_exported
+from trainer.evaluation.spliced import SplicedModel, job_of_data
 from trainer.extraction.packing import PADDING
 from trainer.saes.sparse_acts import DenseActs
 from trainer.saes.topk import TopK
+from trainer.training.loop import Trainer
 
 D_SAE = 24
 ONE = torch.ones(())
@@ -303,3 +310,127 @@ def test_text_without_predictions_is_refused(models: Callable[[str], Path], text
     text.write_text(json.dumps({"text": "a"}) + "\n")
     with pytest.raises(UserError, match=r"text\.path: the text has no rows"):
         measure_effects(SplicedModel(job_on(models("gpt2"), text), HOOK, CPU), latents(), 400)
+
+
+@pytest.fixture
+def trained(
+    models: Callable[[str], Path],
+    text: Path,
+    make_job: Callable[..., JobConfig],
+    make_trainer: Callable[..., Trainer],
+) -> Callable[..., Path]:
+    """Return a function that trains SAEs on rows of GPT-2 and returns the run's folder."""
+
+    def train(hooks: list[str], data: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Path:
+        extraction = job_on(models("gpt2"), text, hooks=hooks)
+        run(extraction)
+        places = dict(zip(("path", "target_path"), (str(extraction.folder(hook)) for hook in hooks), strict=False))
+        training = make_job(data=places | dict(data), **{"train": {"batch_size": 64, "n_steps": 30}} | settings)
+        folder = text.parent / "run"
+        assert make_trainer(training, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+        (folder / "job.toml").write_text(dump_job(training))
+        return folder
+
+    return train
+
+
+def evaluate(folder: Path, *flags: object) -> Card:
+    """Evaluate a run with a command, and return its report card."""
+    assert main(["eval", str(folder), "--device", "cpu", *map(str, flags)]) == 0
+    card = read_card(folder / "sae")
+    assert card
+    return card
+
+
+@pytest.mark.parametrize(
+    ("hooks", "data", "sae"),
+    [
+        ([HOOK], {"drop_dimensions": [3, 5]}, {"architecture": "topk"}),
+        ([HOOK], {"scale_dimensions": "auto"}, {"architecture": "batch_topk"}),
+        ([HOOK], {}, {"architecture": "jumprelu"}),
+        ([HOOK], {}, {"architecture": "gated"}),
+        (["mlp_in.1", "mlp_out.1"], {}, {"architecture": "topk", "skip": True}),
+        (["mlp_in.1", "mlp_out.1"], {"drop_dimensions": [3]}, {"architecture": "batch_topk"}),
+    ],
+)
+def test_a_runs_effects_are_the_ones_of_its_exported_sae(
+    hooks: list[str], data: dict[str, Any], sae: dict[str, Any], trained: Callable[..., Path]
+) -> None:
+    folder = trained(hooks, data, sae=sae)
+    card = evaluate(folder, "--model", "auto", "--tokens", 0, "--effects", "--effect-tokens", 300)
+    assert card.effects is not None
+    assert card.spliced is None
+    exported = read_exported(folder / "sae", CPU)
+    job = job_of_data(folder.parent / "rows" / hooks[0])
+    spliced = SplicedModel(job, hooks[0], CPU, *hooks[1:])
+    figures, tensors = measure_effects(spliced, SaeLatents(exported.encode, ONE, exported.W_dec), 300)
+    stored = Features(folder / "sae" / FEATURES)
+    assert float(tensors[EFFECT].abs().max()) > 1e-4
+    torch.testing.assert_close(torch.tensor(stored.effects), tensors[EFFECT], rtol=1e-3, atol=1e-7)
+    assert card.effects.pearson == pytest.approx(figures.pearson, abs=1e-3)
+    feature = stored.feature(card.effects.largest[0].latent)
+    assert feature.effect == pytest.approx(card.effects.largest[0].effect)
+    assert feature.effect_per_firing == pytest.approx(card.effects.largest[0].per_firing)
+
+
+def test_a_new_evaluation_keeps_the_effects_of_the_same_weights(trained: Callable[..., Path]) -> None:
+    folder = trained([HOOK])
+    first = evaluate(folder, "--model", "auto", "--tokens", 0, "--effects", "--effect-tokens", 200)
+    before = list(Features(folder / "sae" / FEATURES).effects)
+    assert {ROWS, EFFECTS} <= first.parts.keys()
+    assert IN_MODEL not in first.parts
+    assert first.parts[EFFECTS].settings["tokens"] == 200
+    second = evaluate(folder, "--model", "auto", "--tokens", 100)
+    assert (second.effects, second.parts[EFFECTS]) == (first.effects, first.parts[EFFECTS])
+    assert IN_MODEL in second.parts
+    assert list(Features(folder / "sae" / FEATURES).effects) == before
+    third = evaluate(folder, "--model", "auto", "--keep-rows", "--tokens", 0, "--effects", "--effect-tokens", 300)
+    assert third.parts[ROWS] == second.parts[ROWS]
+    assert third.spliced == second.spliced
+    assert third.effects != first.effects
+    assert list(Features(folder / "sae" / FEATURES).effects) != before
+    assert Features(folder / "sae" / FEATURES).feature(0).contexts is not None
+
+
+def test_the_report_card_and_the_model_card_contain_the_effects(trained: Callable[..., Path], capsys: Any) -> None:
+    folder = trained([HOOK])
+    card = evaluate(folder, "--model", "auto", "--tokens", 0, "--effects", "--effect-tokens", 300)
+    shown = capsys.readouterr().out
+    assert card.effects is not None
+    first = card.effects.largest[0]
+    assert f"{first.latent}: {first.effect:+.3g} ± {first.error:.2g}" in shown
+    assert f"Spearman {card.effects.spearman:.3f}, Pearson {card.effects.pearson:.3f}" in shown
+    model_card = (folder / "sae" / "README.md").read_text()
+    assert "| largest effects |" in model_card
+    assert "/" not in next(line for line in model_card.splitlines() if line.startswith("| effects on |"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--effects"], "--effects: needs --model"),
+        (["--model", "auto", "--effect-tokens", "9"], "--effect-tokens: requires --effects"),
+    ],
+)
+def test_effects_without_a_model_are_a_usage_error(flags: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["eval", str(tmp_path), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_effects_need_a_model_that_predicts_next_tokens(
+    trained: Callable[..., Path], tmp_path: Path, text: Path, capsys: Any
+) -> None:
+    folder = trained([HOOK])
+    bert = make_model(tmp_path / "bert", "bert")
+    (tmp_path / "bert.toml").write_text(dump_job(job_on(bert, text)))
+    flags = ["--model", str(tmp_path / "bert.toml"), "--effects"]
+    assert main(["eval", str(folder), "--device", "cpu", *flags]) == 1
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith("model.path: the model does not predict next tokens, so it has no loss; choose a causal model")
+    )
+    card = read_card(folder / "sae")
+    assert card
+    assert card.effects is None

@@ -98,6 +98,8 @@ def effect_remarks(one: Effects) -> list[tuple[str, str]]:
 
 
 def _counts(one: Effects) -> str:
+    if not all(math.isfinite(of.error) for of in one.largest):
+        return f"{plural(one.n_firing, 'latent')} fire; too few texts to say how exact the effects are"
     clear = f"{one.n_helping:,} help and {one.n_hurting:,} hurt by more than 2 standard errors"
     return f"of {plural(one.n_firing, 'latent')} that fire, {clear}"
 

@@ -429,8 +429,8 @@ class Features:
         "density", "largest" (activation), "stable" (cosine with other seeds), "effect" (on the loss of the language
         model) and "norm" (a crosscoder's relative norm) put the highest values first; unknown values are 0. "latent"
         sorts by index. With "sparse", the latents that fire on 0.01 to 1 % of the rows come first, sorted by largest
-        activation. Rarer latents follow, and then more frequent latents, the densest last. With "starred", all latents with a note come first, even if they
-        never fire: the starred ones, then the named ones.
+        activation. Rarer latents follow, and then more frequent latents, the densest last. With "starred", all latents
+        with a note come first, even if they never fire: the starred ones, then the named ones.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
