@@ -39,7 +39,7 @@ WORDS: dict[Order, str] = {
     "density": "most frequent first",
     "largest": "strongest first",
     "stable": "stable over seeds first",
-    "effect": "largest effect first",
+    "effect": "most helpful first",
     "norm": "by relative norm",
     "latent": "by number",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Shell
-from support.features import MOVED, OF_PARTS, SCALING, SPREAD, features_file
+from support.features import EFFECTS, MOVED, OF_PARTS, SCALING, SPREAD, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
@@ -95,12 +95,7 @@ def test_latents_are_sorted_and_filtered_by_their_effect_on_the_loss(shell: Shel
     assert line.startswith("sae-tui: error: effect: no effects of latents are stored")
     assert shell.json("features", job_id, 0)["effect"] is None
     (file,) = shell.data.sae(job_id).rglob(FEATURES)
-    effects = {
-        "effect": ("F32", "f", [2], [-0.25, 0.0078125]),
-        "effect_error": ("F32", "f", [2], [math.nan, 0.0009765625]),
-        "effect_per_firing": ("F32", "f", [2], [-2.5, 0.5]),
-    }
-    file.write_bytes(features_file(**effects))
+    file.write_bytes(features_file(**EFFECTS))
     assert [one["latent"] for one in shell.json("features", job_id, "--sort", "effect")] == [1, 0]
     head, *rows = shell.run("features", job_id, "--sort", "effect").stdout.splitlines()[1:]
     assert head.split() == ["LATENT", "DENSITY", "LARGEST", "EFFECT", "FIRES", "ON"]
@@ -119,7 +114,7 @@ def test_latents_are_sorted_and_filtered_by_their_effect_on_the_loss(shell: Shel
     shown = shell.run("features", job_id, 1).stdout
     assert "effect       +0.00781 ± 0.00098 nats per token if ablated, +0.5 per row on which it fires\n" in shown
     assert [shell.json("features", job_id, latent)["effect_error"] for latent in (0, 1)] == [None, 0.0009765625]
-    file.write_bytes(features_file(**effects | {"effect_error": ("F32", "f", [1], [0.25])}))
+    file.write_bytes(features_file(**EFFECTS | {"effect_error": ("F32", "f", [1], [0.25])}))
     (line,) = shell.errors("features", job_id, code=1)
     assert line.endswith("was not written by `sae-train eval`; run the command again")
 

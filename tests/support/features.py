@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,12 @@ MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "suppressed_logits": ("F32", "f", [2, 1], [-2.5, -0.25]),
 }
 
+# The effects of the two latents on a language model's loss; the standard error of the first one is unknown.
+EFFECTS: dict[str, tuple[str, str, list[int], list[Any]]] = {
+    "effect": ("F32", "f", [2], [-0.25, 0.0078125]),
+    "effect_error": ("F32", "f", [2], [math.nan, 0.0009765625]),
+    "effect_per_firing": ("F32", "f", [2], [-2.5, 0.5]),
+}
 # Tensors of a crosscoder's latents: latent 0 is shared, and latent 1 is only in the second part.
 OF_PARTS: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "part_names": ("U8", "B", [9], list(b"base\nchat")),

@@ -29,6 +29,20 @@ CROSSCODER: dict[str, Any] = {
     "n_shared": 40, "n_shared_dead": 0, "n_other": 11, "n_other_dead": 0, "norms": [5, *[0] * 8, 30, 21, *[0] * 8, 7],
     "n_rows": 100_000,
 }  # fmt: skip
+EFFECTS: dict[str, Any] = {
+    "text": "corpus.jsonl", "is_unseen": True, "n_tokens": 16_000, "n_texts": 40, "loss": 3.5, "n_firing": 60,
+    "n_helping": 21, "n_hurting": 13, "helping": [0, 0, 1, 2, 4, 8, 4, 2, 0, 0, 0, 0],
+    "hurting": [0, 0, 1, 2, 4, 2, 1, 0, 0, 0, 0, 0],
+    "largest": [
+        {"latent": 7, "effect": 0.0388, "error": 0.0036, "per_firing": 0.087},
+        {"latent": 40, "effect": -0.0154, "error": 0.0014, "per_firing": -0.068},
+    ],
+    "ablated": [
+        {"latent": 7, "estimate": 0.04, "ablation": 0.08}, {"latent": 40, "estimate": -0.02, "ablation": -0.03},
+        {"latent": 3, "estimate": 0.01, "ablation": 0.01},
+    ],
+    "n_ablated_tokens": 2000, "pearson": 0.9, "spearman": 0.8, "ratio": 0.5,
+}  # fmt: skip
 AUC = {"auc": 0.8, "seed_error": 0.01, "set_error": 0.05, "of_sets": {"a": 0.8}}
 PROBING = {"n_sets": 12, "n_seeds": 3, "n_texts": 12_000, "k": {"1": AUC, "16": AUC}, "dense": AUC}
 

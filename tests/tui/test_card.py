@@ -9,7 +9,7 @@ from contextlib import closing
 
 import msgspec
 import pytest
-from support.report_cards import CROSSCODER, FIGURES, card_table, put_card
+from support.report_cards import CROSSCODER, EFFECTS, FIGURES, card_table, put_card
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label
@@ -116,6 +116,23 @@ def test_a_report_card_on_synthetic_rows_offers_no_evaluation_in_a_language_mode
     text = "\n".join("".join(text for text, _ in line) for line in card_lines(msgspec.convert(table, Card), (), 79))
     assert "none: the rows are synthetic" in text
     assert "press e" not in text
+
+
+@pytest.mark.parametrize("width", [79, 117])
+def test_the_effects_of_latents_have_histograms_the_largest_and_their_agreement(width: int) -> None:
+    card = msgspec.convert(card_table(effects=EFFECTS), Card)
+    lines = ["".join(text for text, _ in line) for line in card_lines(card, (), width)]
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert "Effect of each latent (nats/token)" in text
+    assert re.search(r"  help 21 +1e-6 │  ▁▂▄█▄▂ {4}│ 1", text)
+    assert re.search(r"  hurt 13 +1e-6 │  ▂▄█▄▂ {5}│ 1", text)
+    assert re.search(r"  latent 7 +\+0\.0388 ± 0\.0036", text)
+    assert re.search(r"  latent 40 +-0\.0154 ± 0\.0014", text)
+    assert re.search(r"  Spearman, ablated +0\.800", text)
+    agreement = "3 latents on 2,000 tokens: Spearman 0.800, Pearson 0.900; the estimates are 0.50 times as large"
+    assert agreement in " ".join(text.split())
+    assert "Effect of each latent" not in str(card_lines(msgspec.convert(card_table(), Card), (), width))
 
 
 @pytest.mark.parametrize("width", [79, 117])

@@ -38,7 +38,7 @@ from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.progress import Reached
-from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.runs.report_card import EFFECTS, IN_MODEL, PROBES, ROWS
 from trainer.contract.settings.catalog import WRITTEN_FORMATS
 from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.contract.store.job_store import Control
@@ -78,11 +78,12 @@ async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
         assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
             (ROWS, True, False),
             (IN_MODEL, False, True),
+            (EFFECTS, False, True),
             (PROBES, False, True),
         ]
         assert "`sae-tui eval 1 --model JOB.toml`" in str(app.screen.query(".why-not").first(Label).render())
         drawn = [str(box.render()) for box in boxes.values()]
-        assert [one[1] for one in drawn] == ["X", " ", " "], "a tick must be visible without its colour"
+        assert [one[1] for one in drawn] == ["X", " ", " ", " "], "a tick must be visible without its colour"
         await pilot.press("space", "enter")
         await pilot.pause()
         assert isinstance(app.screen, EvaluateDialog)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
-from support.features import ACTS, IDS, MOVED, OF_PARTS, SCALING, SPREAD, features_file, flat
+from support.features import ACTS, EFFECTS, IDS, MOVED, OF_PARTS, SCALING, SPREAD, features_file, flat
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, TextArea
@@ -298,6 +298,33 @@ def test_a_latents_stability_and_firing_correlation_are_wrapped_not_cut(tmp_path
         text = " ".join("".join(part for part, _ in line) for line in lines)
         assert words in " ".join(text.split())
     assert not [line for line in feature_lines(features.feature(0), features, 120) if "firing" in str(line)]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_latents_are_sorted_and_filtered_by_their_effects(
+    make_app: MakeApp, data: DataDir, size: tuple[int, int]
+) -> None:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    record_metrics(data, job_id)
+    put(data.sae(job_id), features_file(**EFFECTS))
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app)
+        while screen.order != "effect":
+            await pilot.press("o")
+        await wait_until(pilot, lambda: "EFFECT" in screen.query_one(LatentList).plain)
+        largest = ["LARGEST"] * (size[0] > 100)
+        rows = [["1", "+7.8e-03"], ["0", "-2.5e-01"]]
+        assert listed(screen)[0] == ["LATENT", "EFFECT", *largest, "FIRES", "ON"]
+        assert [row[:2] for row in listed(screen)[1:]] == rows
+        assert title(screen).endswith("most helpful first")
+        words = "Effect -0.25 nats per token if ablated, -2.5 per row on which it fires"
+        assert words in " ".join(screen.query_one(LatentDetail).plain.split())
+        await pilot.press("o")
+        assert screen.order == "latent", "the SAE is not a crosscoder, so it has no norms"
+        await pilot.press("slash", *"effect:>0.001", "enter")
+        await wait_until(pilot, lambda: title(screen).endswith("'effect:>0.001': 1 latent"))
+        assert [row[:2] for row in listed(screen)[1:]] == rows[:1]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])

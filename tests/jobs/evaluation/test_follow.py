@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.report_cards import PROBING, SPLICED
+from support.report_cards import EFFECTS, PROBING, SPLICED
 
 from sae_tui.jobs import going
 from sae_tui.jobs.evaluation import follow, request
@@ -85,6 +85,19 @@ def test_the_trainer_is_started_for_the_run_and_its_result_is_recorded(box: Box,
     assert called == f"{box.data.run(job_id).root} --device cpu --model auto --probe\n"
     assert box.data.run(job_id).evaluation_log.stat().st_mode & 0o777 == 0o600
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
+
+
+def test_a_requested_measurement_of_effects_is_named_in_the_command_and_its_message(
+    box: Box, job_id: int, monkeypatch
+) -> None:
+    write_card(box.data.sae(job_id), effects=EFFECTS)
+    asked = {"model": "auto", "has_effects": True, "is_spliced": False, "keeps_rows": True}
+    evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', **asked)
+    went_well, message = request.wait_for_end(box.data, job_id)
+    assert went_well
+    assert "was evaluated: 21 latents help the model and 13 hurt it (correlation with ablations 0.90); " in message
+    called = box.data.run(job_id).evaluation_log.read_text()
+    assert called == f"{box.data.run(job_id).root} --device cpu --model auto --tokens 0 --effects --keep-rows\n"
 
 
 def test_the_message_names_a_sweeps_best_sae_and_says_whether_rows_are_held_out(

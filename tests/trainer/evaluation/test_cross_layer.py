@@ -22,6 +22,7 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.runs.features import CARD
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.runs.report_card import facts, read_card, remarks
 from trainer.contract.settings.job import JobConfig
@@ -103,6 +104,13 @@ def test_an_evaluation_measures_the_averaged_weights_that_are_exported(
         (card,) = evaluation.cards
         stated = json.loads((run_dir / "sae" / card.label / "cfg.json").read_text())["metadata"]
         assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=1e-3)
+
+
+def test_the_effects_of_a_cross_layer_transcoders_latents_are_refused_by_name(finished: Path, capsys: Any) -> None:
+    before = (finished / "sae" / LABELS[0] / CARD).read_bytes()
+    assert main(["eval", str(finished), "--device", "cpu", "--model", "auto", "--effects"]) == 1
+    assert "--effects: a cross-layer transcoder's latents write to several layers" in capsys.readouterr().err
+    assert (finished / "sae" / LABELS[0] / CARD).read_bytes() == before
 
 
 def test_a_layer_is_evaluated_although_a_later_one_is_missing(finished: Path) -> None:
