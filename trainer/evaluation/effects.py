@@ -143,7 +143,7 @@ def measure_effects(
     for number, batch in enumerate(text):
         one = _estimated(model, latents, batch, sums)
         loss += float(one.loss.sum())
-        read += [one] if number in part else []
+        read += [one] if number in part and one.kept.predicts.any() else []
         advance(GRADIENT_PASSES)
     if not sums.n_tokens:
         raise UserError("text.path: the text has no rows to measure on; provide more text")
@@ -218,7 +218,7 @@ def _ablated(
                 changes[place] += (model.loss_by_context(one.batch, one.kept, added) - one.loss).sum()
                 fires[place] = True
             advance()
-    estimates = torch.stack([one.effects for one in read]).sum(0)
+    estimates = sum((one.effects for one in read), torch.zeros(len(latents.directions), dtype=torch.float64))
     found = [
         AblatedLatent(latent, float(estimates[latent]) / n_tokens, float(changes[place]) / n_tokens)
         for place, latent in enumerate(chosen)

@@ -306,6 +306,24 @@ def test_a_latent_that_never_fires_has_no_effect(models: Callable[[str], Path], 
     assert largest[0] == pytest.approx(float(tensors[EFFECT].abs().max()))
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_batches_without_predictions_are_left_out(
+    length: int, models: Callable[[str], Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.evaluation.spliced.TOKENS_AT_ONCE", 48)
+    # Only the second token of a document is kept, and only a third token can be predicted from it.
+    documents = [*[[5, 6][:length]] * (48 // length), list(range(5, 53))]
+    text.write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in documents))
+    spliced = SplicedModel(job_on(models("gpt2"), text), HOOK, CPU)
+    assert len(spliced.batches(96)[0]) == 2
+    figures, _ = measure_effects(spliced, latents(), 96, 1)
+    assert (figures.n_tokens, figures.n_ablated_tokens, figures.ablated) == (46, 0, ())
+    assert math.isnan(figures.pearson)
+    whole, _ = measure_effects(spliced, latents(), 96, 96)
+    assert whole.n_ablated_tokens == 46
+    assert [one.estimate for one in whole.ablated[:5]] == pytest.approx([one.effect for one in figures.largest])
+
+
 def test_text_without_predictions_is_refused(models: Callable[[str], Path], text: Path) -> None:
     text.write_text(json.dumps({"text": "a"}) + "\n")
     with pytest.raises(UserError, match=r"text\.path: the text has no rows"):
