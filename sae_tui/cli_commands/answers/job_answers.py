@@ -477,7 +477,7 @@ _FEATURE = typed(
         "firing_correlation": "Mean correlation of its activations with those of these latents; null if unknown.",
         "effect": "Increase of the language model's loss if it is ablated, in nats per token; null if unknown.",
         "effect_error": "Standard error of the effect over texts; null if unknown.",
-        "effect_per_firing": "The same increase per row on which it fires.",
+        "effect_per_firing": "The same increase per row on which it fires; null if unknown.",
         "parts": "A crosscoder's parts, A first; empty for other SAEs.",
         "part": 'Letter of the only part in which it writes, "shared" or "other"; "" if it is not a crosscoder\'s.',
         "nu_error": "Ratio of latent scaling for the error; null if it is unknown.",

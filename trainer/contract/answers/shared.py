@@ -272,9 +272,9 @@ _LARGE_EFFECT = typed(
     LargeEffect,
     {
         "latent": "Index of the latent.",
-        "effect": "Estimated increase of the loss if it is ablated, in nats per token.",
+        "effect": "Estimated increase of the loss if it is ablated, in nats per token; null if undefined.",
         "error": "Standard error of the effect over texts; null if there are too few texts.",
-        "per_firing": "The same increase per row on which it fires.",
+        "per_firing": "The same increase per row on which it fires; null if undefined.",
     },
     no_number_is_null=True,
 )
@@ -295,7 +295,7 @@ _EFFECTS = typed(
         "is_unseen": "Whether this text was not used for training.",
         "n_tokens": "Number of tokens over which the effects are averaged.",
         "n_texts": "Number of texts over which the standard errors are computed.",
-        "loss": "Cross-entropy of the unchanged model, in nats.",
+        "loss": "Cross-entropy of the unchanged model, in nats; null if undefined.",
         "n_firing": "Number of latents that fire on the text.",
         "n_helping": "Number of latents with an effect above 0 by more than 2 standard errors.",
         "n_hurting": "Number of latents with an effect below 0 by more than 2 standard errors.",
