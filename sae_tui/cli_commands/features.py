@@ -26,11 +26,13 @@ from sae_tui.jobs.features import (
     has_features,
     in_row,
     in_words,
-    note_lines,
+    label_lines,
+    own_title,
     part_lines,
     search,
     stability_words,
     strongest_tokens,
+    where_else,
 )
 from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
@@ -79,7 +81,7 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.search is None or is_filter(flags.search):
         _list(shown)
     else:
-        titles = ("in your notes", "fire on the words", "only in their texts")
+        titles = ("in your notes", "fire on the words", f"only {where_else(read)}")
         for title, some in zip(titles, found, strict=True):
             if some or title != titles[0]:
                 say(f"{title}: {len(some):,}")
@@ -130,13 +132,13 @@ def _show_note(context: CommandContext, note: LatentNote) -> int:
 
 
 def _open(context: CommandContext, flags: argparse.Namespace) -> Features:
-    read = Features(_file(context, flags))
+    read = Features(chosen_file(context, flags))
     if read.notes.problem:
         warn(read.notes.problem)
     return read
 
 
-def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
+def chosen_file(context: CommandContext, flags: argparse.Namespace) -> Path:
     """Return the feature file for the requested SAE; raise `UserError` if it is missing or the choice is ambiguous."""
     job_id = job_id_in(flags.run)
     if job_id is not None:
@@ -170,7 +172,7 @@ def _list(shown: Sequence[Feature]) -> None:
     if shown:
         more = ["EFFECT"] if shown[0].effect is not None else []
         more += [f"IN {letter(number)}" for number in range(len(shown[0].parts))]
-        has_notes = any(one.starred or one.name for one in shown)
+        has_notes = any(one.starred or own_title(one) for one in shown)
         names = ["STAR", "NAME"] if has_notes else []
         headings = ("LATENT", "DENSITY", "LARGEST", *more, *names, "FIRES ON")
         show_table(headings, (_cells(one, has_notes=has_notes) for one in shown))
@@ -179,7 +181,7 @@ def _list(shown: Sequence[Feature]) -> None:
 def _cells(one: Feature, *, has_notes: bool) -> tuple[object, ...]:
     more = [f"{one.effect:+.1e}"] if one.effect is not None else []
     more += [f"{part.share:.2f}" for part in one.parts]
-    own = [STAR * one.starred, on_one_line(one.name)] if has_notes else []
+    own = [STAR * one.starred, own_title(one)] if has_notes else []
     return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *more, *own, strongest_tokens(one)
 
 
@@ -188,7 +190,7 @@ def _show(feature: Feature, read: Features) -> None:
     star = f"{STAR} " * feature.starred
     say(f"{star}latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
-    for title, words in note_lines(feature):
+    for title, words in label_lines(feature):
         say(f"{title.lower():<11}  {on_one_line(words)}")
     if words := stability_words(feature):
         say(f"stability    {words}")

@@ -210,6 +210,11 @@ COMMAND_EXAMPLES = {
         "annotate 7 1234 --note 'also fires on queens, less strongly'",
         "annotate 7                     all notes on the latents of job 7",
     ],
+    "explain": [
+        "explain 7                 the stored explanations of job 7, with their scores",
+        "explain 7 --url http://localhost:8000/v1 --model qwen3-8b      explain 100 latents, sparse ones first",
+        "explain 7 12 34 --url https://api.openai.com/v1 --model gpt-5-mini      two latents; the key: $OPENAI_API_KEY",
+    ],
     "completion": [
         "completion --install      for your shell; it prints how to undo it",
         'completion bash           in ~/.bashrc: eval "$(sae-tui completion bash)"',
@@ -744,6 +749,7 @@ def _add_finding(add: Add) -> None:
         " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
         " latents with a larger relative norm",
     )
+    _add_explain(add)
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="list at most N; default: %(default)s")
@@ -798,6 +804,34 @@ def _add_annotate(add: Add) -> None:
     note.add_argument("--name", metavar="TEXT", help='give it a name of at most 80 characters; "" removes it')
     note.add_argument("--note", metavar="TEXT", help='write a note of at most 2,000 characters; "" removes it')
     note.add_argument("--clear", action="store_true", help="first remove its star, name and note")
+
+
+def _add_explain(add: Add) -> None:
+    summary = "Explain an SAE's latents with a language model, or show the stored explanations"
+    explain = add("explain", "explaining.explain", summary)
+    run = explain.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
+    _complete_ids(run)
+    explain.add_argument(
+        "latent", type=rank, nargs="*", metavar="LATENT", help="explain these latents; default: see --latents"
+    )
+    server = "OpenAI-compatible server that runs the language model; without it, show the stored explanations"
+    explain.add_argument("--url", metavar="http://localhost:8000/v1", help=server)
+    explain.add_argument("--model", metavar="NAME", help="name of the language model on the server")
+    most = "explain the first N latents in the order of `sae-tui features`; default: %(default)s"
+    explain.add_argument("--latents", type=positive, default=100, metavar="N", help=most)
+    explain.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
+    again = "also explain latents that are already explained by this model with these prompts"
+    explain.add_argument("--again", action="store_true", help=again)
+    explain.add_argument(
+        "--parallel", type=positive, default=4, metavar="N", help="latents at the same time; default: %(default)s"
+    )
+    explain.add_argument("--seed", type=rank, default=0, metavar="N", help="chooses the texts; default: %(default)s")
+    explain.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="5m", help="longest time for one answer; default: 5m"
+    )
+    longest = "longest answer in tokens; raise it for models that think first; default: %(default)s"
+    explain.add_argument("--max-tokens", type=positive, default=500, metavar="N", help=longest)
+    _add_yes(explain, "send many requests")
 
 
 def _add_edit_commands(add: Add) -> None:

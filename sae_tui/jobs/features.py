@@ -13,6 +13,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.printable import on_one_line, printable_lines
 from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, letter
 from trainer.contract.runs.effects import with_error
+from trainer.contract.runs.explanations import CHANCE, Explanation
 from trainer.contract.runs.features import (
     DENSE,
     FEATURES,
@@ -96,8 +97,14 @@ def search(features: Features, words: str) -> Found:
         return Found(noted, firing, others)
     if is_filter(words):
         raise UserError(f"no latent matches {words}")
-    in_notes = ", and no note has it" if features.notes.by_latent else ""
-    raise UserError(f'no max-activating example contains a token with "{words}"{in_notes}')
+    written = {"no note": features.notes.by_latent, "no explanation": features.explanations}
+    lacking = "".join(f", and {what} has it" for what, there in written.items() if there)
+    raise UserError(f'no max-activating example contains a token with "{words}"{lacking}')
+
+
+def where_else(features: Features) -> str:
+    """Return where a search found its words if a latent does not fire on them."""
+    return "in their texts or explanations" if features.explanations else "in their texts"
 
 
 def counts(features: Features) -> str:
@@ -153,8 +160,14 @@ def _by_part(values: Sequence[float | None]) -> str:
 
 
 def label(feature: Feature) -> str:
-    """Return what a list shows for a latent: its name, if it has one, and the tokens on which it fires."""
-    return " · ".join(filter(None, [on_one_line(feature.name), strongest_tokens(feature)]))
+    """Return what a list shows for a latent: its name or else its description, and the tokens on which it fires."""
+    return " · ".join(filter(None, [own_title(feature), strongest_tokens(feature)]))
+
+
+def own_title(feature: Feature) -> str:
+    """Return a latent's name or, without one, its description by a language model; "" if it has neither."""
+    described = feature.explanation.text if feature.explanation else ""
+    return on_one_line(feature.name) or described
 
 
 def note_lines(feature: Feature) -> list[tuple[str, str]]:
@@ -163,6 +176,31 @@ def note_lines(feature: Feature) -> list[tuple[str, str]]:
     if feature.noted_at_tokens is not None:
         lines.append(("Written", f"at {feature.noted_at_tokens:,} tokens, about other weights"))
     return [line for line in lines if line[1]]
+
+
+def label_lines(feature: Feature) -> list[tuple[str, str]]:
+    """Return titles and texts about what the user, or a language model, has written about a latent."""
+    return [*note_lines(feature), *_explanation_lines(feature)]
+
+
+def _explanation_lines(feature: Feature) -> list[tuple[str, str]]:
+    one = feature.explanation
+    if one is None:
+        return []
+    scores = f"{scores_words(one)}, by {one.model}"
+    return [("Explained", one.text), ("Scores", f"{scores}; {one.problem}" if one.problem else scores)]
+
+
+def scores_words(one: Explanation) -> str:
+    """Return the scores of a description, like `detection 0.93 ± 0.05, fuzzing 0.88 ± 0.06 (chance 0.5)`."""
+    scores = {"detection": (one.detection, one.detection_error), "fuzzing": (one.fuzzing, one.fuzzing_error)}
+    known = [f"{name} {score_words(*score)}" for name, score in scores.items() if score[0] is not None]
+    return f"{', '.join(known)} (chance {CHANCE})" if known else "not scored"
+
+
+def score_words(value: float | None, error: float | None) -> str:
+    """Return a score with its standard error, or "" if there is none."""
+    return "" if value is None else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def strongest_tokens(feature: Feature) -> str:

@@ -17,10 +17,11 @@ from sae_tui.jobs.features import (
     family_words,
     in_row,
     label,
-    note_lines,
+    label_lines,
     part_lines,
     readable,
     stability_words,
+    where_else,
 )
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
@@ -140,7 +141,7 @@ class LatentList(LineView, can_focus=True):
         if not width or features is None:
             return
         border = self._border
-        apart = f"── only in their texts: {len(latents) - self._n_firing:,} "
+        apart = f"── only {where_else(features)}: {len(latents) - self._n_firing:,} "
         often = "EFFECT" if self._has_effects else "DENSITY"
         here, mark = self._line_of(self.cursor), "cursor" if self.has_focus else "here"
 
@@ -225,8 +226,8 @@ def _wrapped(title: str, text: str, width: int) -> list[Line]:
     return [((f"{'' if number else title:<12}", "label"), (visible(line), "text")) for number, line in enumerate(lines)]
 
 
-def _note_lines(feature: Feature, width: int) -> list[Line]:
-    return [line for title, text in note_lines(feature) for line in _wrapped(title, text, width)]
+def _label_lines(feature: Feature, width: int) -> list[Line]:
+    return [line for title, text in label_lines(feature) for line in _wrapped(title, text, width)]
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
@@ -235,7 +236,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
     head: list[Line] = [
-        *_note_lines(feature, width),
+        *_label_lines(feature, width),
         *(((line, "text"),) for line in textwrap.wrap(often, max(10, width))),
         (
             ("Activations ", "label"),

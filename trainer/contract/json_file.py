@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain, write_whole
 
 # The maximum file size in bytes. The project's own files are far smaller, and reading a huge file could exhaust memory.
@@ -87,3 +89,32 @@ def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:
 def write_json(file: Path, value: object) -> None:
     """Write a value atomically as indented JSON; raise `OSError` if writing fails."""
     write_whole(file, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def read_json_lines(file: Path, kind: type[T]) -> list[T]:
+    """Decode the lines of a JSON Lines file as the given type; leave out lines that are not valid; [] without a file.
+
+    Raise `UserError` if the file cannot be read or is too large.
+    """
+    try:
+        with open_plain(file) as stream:
+            content = stream.read(LARGEST + 1)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    if len(content) > LARGEST:
+        raise UserError(f"{file} is larger than {LARGEST >> 20} MiB; move it away")
+    values = []
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError):
+            values.append(decode_as(line, kind))
+    return values
+
+
+def write_json_lines(file: Path, values: Iterable[object]) -> None:
+    """Write values atomically as JSON Lines; raise `UserError` if writing fails."""
+    try:
+        write_whole(file, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror or error}") from None

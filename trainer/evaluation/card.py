@@ -16,8 +16,9 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain, write_whole
+from trainer.contract.locks import locked
 from trainer.contract.printable import MARKDOWN, in_markdown, printable
-from trainer.contract.runs.card_versions import Version, archive, locked, of_weights, weights_of
+from trainer.contract.runs.card_versions import Version, archive, of_weights, weights_of
 from trainer.contract.runs.features import CARD, FEATURES, Features, is_of_weights
 from trainer.contract.runs.report_card import (
     BINS_PER_DECADE,

@@ -17,8 +17,9 @@ from trainer.activations.heavy_dimensions import changed_scales
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import open_plain
 from trainer.contract.hub_cache import is_plain_file
+from trainer.contract.locks import locked
 from trainer.contract.printable import printable
-from trainer.contract.runs.card_versions import KS, archive, locked
+from trainer.contract.runs.card_versions import KS, archive
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog

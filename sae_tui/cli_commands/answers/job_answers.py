@@ -20,6 +20,7 @@ from sae_tui.jobs.view.quality import Estimate
 from trainer.contract.answers.interaction import FiringLatent, Generated, MovedToken, TextRead, TextToken, TokenKl
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
+from trainer.contract.runs.explanations import Explanation
 from trainer.contract.runs.features import ActivatingExample, Feature, LatentPart, LogitChange, Token
 from trainer.contract.runs.latent_notes import LatentNote
 from trainer.contract.settings.series import measured_names
@@ -459,6 +460,37 @@ _CONTEXT = typed(
         )
     },
 )
+_EXPLANATION = typed(
+    "Explanation",
+    Explanation,
+    {
+        "latent": "Number of the latent.",
+        "text": 'Description of what the latent fires on; "" if the language model gave none.',
+        "detection": "Balanced accuracy of finding the texts on which it fires (chance: 0.5); null if not measured.",
+        "detection_error": "Standard error of detection; null if not measured.",
+        "fuzzing": "Balanced accuracy of finding texts with the right marks (chance: 0.5); null if not measured.",
+        "fuzzing_error": "Standard error of fuzzing; null if not measured.",
+        "n_examples": "Number of scored examples.",
+        "n_unparsed": "Number of answers that could not be read.",
+        "problem": 'Why the description or a score is missing; "" if nothing went wrong.',
+        "model": "Language model that gave the description.",
+        "prompts": "Version of the prompts.",
+        "time": "When the description was written.",
+        "weights": 'Digest of the weights of the SAE; "" if unknown.',
+    },
+)
+_EXPLAINED = fields(
+    "Explanations",
+    {
+        "n_explained": (int, "Number of latents that this command has explained."),
+        "n_failed": (int, "Number of latents with a problem."),
+        "n_kept": (int, "Number of latents that were already explained by the same model with the same prompts."),
+        "n_requests": (int, "Number of requests."),
+        "prompt_tokens": (int | None, "Tokens of all prompts, as the server counts them; null if it does not."),
+        "completion_tokens": (int | None, "Tokens of all answers, as the server counts them; null if it does not."),
+        "latents": (list_of(_EXPLANATION), "Stored explanations of the chosen latents or, by default, of all."),
+    },
+)
 _FEATURE = typed(
     "Latent",
     Feature,
@@ -486,8 +518,10 @@ _FEATURE = typed(
         "name": 'Name that you gave the latent; "" if none.',
         "note": 'Your note on the latent; "" if none.',
         "noted_at_tokens": "Tokens that the SAE was trained on when you wrote these; null if the same as now.",
+        "explanation": "Description by a language model; null if it has none.",
     },
     {
+        "explanation": or_null(_EXPLANATION),
         "parts": list_of(
             typed(
                 "LatentPart",
@@ -684,6 +718,7 @@ ANSWERS: dict[str, Schema] = {
     ),
     "steer": answer("sae-tui steer --json", _STEERED),
     "annotate": answer("sae-tui annotate --json: all notes, or the one on a latent", list_of(_NOTE), _NOTE),
+    "explain": answer("sae-tui explain --json", _EXPLAINED),
     "rm": answer("sae-tui rm --json", _REMOVED),
     "repair": answer("sae-tui repair --json", _REPAIRED),
     "stream": {"$schema": DRAFT, "title": "sae-tui stream, one value per line"} | msgspec.json.schema(Message),

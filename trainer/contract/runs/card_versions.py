@@ -7,13 +7,11 @@ and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are remov
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +46,6 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     card: Card
     features: Path | None
     is_current: bool
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, so that only one process at a time can change its report card."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Continue without a lock if the file system does not support locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def weights_of(folder: Path) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import math
 import mmap
 import operator
+import os
 import re
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as
 from trainer.contract.printable import printable
 from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, kind_of, letter, relative_norm
+from trainer.contract.runs.explanations import EXPLANATIONS, Explanation, of_weights, read_explanations
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.latent_notes import LatentNote, LatentNotes, read_notes
 from trainer.contract.settings.shards import read_header
@@ -248,6 +250,7 @@ class Feature(msgspec.Struct, frozen=True):
 
     `starred`, `name` and `note` are the user's own. `noted_at_tokens` is the number of tokens that the SAE had been
     trained on when they were written, or None if it was the same as now, or unknown.
+    `explanation` is a language model's description of the latent, or None if it has none.
     """
 
     latent: int
@@ -273,6 +276,7 @@ class Feature(msgspec.Struct, frozen=True):
     name: str = ""
     note: str = ""
     noted_at_tokens: int | None = None
+    explanation: Explanation | None = None
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -294,9 +298,13 @@ class Features:
     def __init__(self, file: Path) -> None:
         # The folder of the SAE. Earlier versions of a features file are in a folder below it, under other names.
         self.folder = file.parent if file.name == FEATURES else file.parent.parent
+        # The explanations, and the state of their file when they were read.
+        self._explained: tuple[object, dict[int, Explanation]] = None, {}
         try:
             header, self._begin = read_header(file)
-            header.pop("__metadata__", None)
+            metadata = header.pop("__metadata__", None)
+            # The digest of the SAE's weights; "" if it is unknown.
+            self.weights = str(metadata.get("weights", "")) if isinstance(metadata, dict) else ""
             self._entries = convert_as(header, dict[str, _FeatureEntry])
             with open_plain(file) as stream:
                 self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -528,7 +536,8 @@ class Features:
         """Return the latents whose contexts contain the given words, ignoring case.
 
         The words may span several tokens. The first list contains latents whose strongest token in a context is part of
-        the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse".
+        the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse",
+        also latents whose explanation contains the words.
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
 
         `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, `effect:>0.001`
@@ -626,6 +635,7 @@ class Features:
         for latent in over_tokens:
             if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
+        found.update(one.latent for one in self.explanations.values() if wanted in one.text.casefold())
         # Sorting is stable, so latents with equal keys stay sorted by index.
         firing = sorted(sorted(strongest), key=strongest.__getitem__, reverse=True)
         return firing, self._sparse_first(sorted(found - strongest.keys()))
@@ -705,6 +715,7 @@ class Features:
             part=self.part_kinds[latent],
             nu_error=self._ratio("nu_error", latent),
             nu_reconstruction=self._ratio("nu_reconstruction", latent),
+            explanation=self.explanations.get(latent),
             **self._own(latent),
         )
 
@@ -714,6 +725,22 @@ class Features:
             return {}
         other = note.tokens if note.tokens != self._tokens and self._tokens is not None else None
         return {"starred": note.starred, "name": note.name, "note": note.note, "noted_at_tokens": other}
+
+    @property
+    def explanations(self) -> dict[int, Explanation]:
+        """The stored descriptions of this SAE's latents; they are read again if their file has changed."""
+        try:
+            status = os.stat(self.folder / EXPLANATIONS)
+        except OSError:
+            return {}
+        state = status.st_ino, status.st_size, status.st_mtime_ns
+        if state != self._explained[0]:
+            self._explained = state, {}
+            # An unreadable file must not hide the latents.
+            with contextlib.suppress(UserError):
+                known = of_weights(read_explanations(self.folder).values(), self.weights)
+                self._explained = state, {latent: one for latent, one in known.items() if latent < self.n_latents}
+        return self._explained[1]
 
     def _firing_correlation(self, latent: int) -> float | None:
         value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan
