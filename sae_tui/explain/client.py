@@ -339,7 +339,7 @@ class _Waits:
 
     def _doubled(self, n: int) -> float:
         # A random share keeps parallel requests from coming back all at once.
-        return min(LONGEST_WAIT_S, self._first_s * 2.0 ** (n - 1)) * random.uniform(0.75, 1.25)
+        return min(LONGEST_WAIT_S, self._first_s * 2.0 ** (n - 1) * random.uniform(0.75, 1.25))
 
 
 def _retry_after(text: str) -> float | None:

@@ -19,7 +19,7 @@ VERSION = "v1"
 
 EXPLAIN = """\
 A feature of a language model fires on some tokens and is silent on all others. Below are texts on which it fires. \
-The tokens on which it fires are marked << like this >>. After each text, these tokens are listed with the strength \
+The tokens on which it fires are marked <<like this>>. After each text, these tokens are listed with the strength \
 of the feature from 1 to 10.
 
 {texts}
@@ -45,7 +45,7 @@ A feature of a language model fires on tokens with this property:
 
 {description}
 
-In each of these {n} texts, some tokens are marked << like this >>. In which texts are the marked tokens the ones on \
+In each of these {n} texts, some tokens are marked <<like this>>. In which texts are the marked tokens the ones on \
 which the feature fires? In the other texts, the wrong tokens are marked.
 
 {texts}
@@ -66,6 +66,8 @@ _REFUSAL = re.compile(
 _LIST = re.compile(r"\[([^\[\]]*)\]")
 _LINE_ANSWER = re.compile(r"^\W*(?:text\W*)?(\d{1,3})\W+(yes|no|true|false|1|0)\b", re.IGNORECASE | re.MULTILINE)
 _YES = {"yes", "true", "1"}
+# A sentence with one of these words may list the wrong texts.
+_OTHER_WORDS = {"not", "no", "none", "yes", "except", "without", "but"}
 
 
 class UnreadableAnswer(Exception):
@@ -117,11 +119,12 @@ def marked(example: ActivatingExample, at: Collection[int]) -> str:
     """Return an example's text on one line, with marks around the tokens with these indices."""
     words = []
     for number, token in enumerate(example.tokens):
+        text = readable(token.text)
         if number in at and number - 1 not in at:
-            words.append("<<")
-        words.append(readable(token.text))
-        if number in at and number + 1 not in at:
-            words.append(">>")
+            # Spaces before the first marked word stay outside.
+            space = len(text) - len(text.lstrip(" "))
+            text = f"{text[:space]}<<{text[space:]}"
+        words.append(f"{text}>>" if number in at and number + 1 not in at else text)
     return on_one_line("".join(words)).strip()
 
 
@@ -190,7 +193,7 @@ def _in_sentence(text: str, n: int) -> frozenset[int]:
     numbers = {int(word) for word in words if word.isdecimal() and len(word) < 4}
     if not numbers and words in (["none"], ["none", "of", "them"], ["none", "of", "the", "texts"]):
         return frozenset()
-    is_plain = len(words) <= 4 + 2 * n and not {"not", "none", "except", "without"} & {*words}
-    if not numbers or not is_plain or any("n't" in word for word in words) or not all(1 <= one <= n for one in numbers):
+    is_plain = len(words) <= 4 + 2 * n and not _OTHER_WORDS & {*words} and not re.search(r"n['’]t\b|-\d|\d\.\d", text)
+    if not numbers or not is_plain or not all(1 <= one <= n for one in numbers):
         raise UnreadableAnswer(f"the answer is not a list of numbers: {_shortened(text)}")
     return frozenset(numbers)

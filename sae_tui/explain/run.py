@@ -136,6 +136,7 @@ class Run:
 
     def __init__(self, explainer: Explainer, client: Client, folder: Path, parallel: int) -> None:
         self._explainer, self._client, self._folder, self._parallel = explainer, client, folder, parallel
+        self._lock = threading.Lock()
         self.n_failed = self.n_done = 0
 
     def explain(self, latents: Sequence[int]) -> Iterator[Explanation]:
@@ -153,9 +154,6 @@ class Run:
                 one = done.get()
                 if isinstance(one, Exception):
                     raise one
-                record(self._folder, one)
-                self.n_done += 1
-                self.n_failed += bool(one.problem)
                 in_a_row = in_a_row + 1 if one.problem else 0
                 yield one
                 if in_a_row >= MOST_FAILED:
@@ -168,9 +166,18 @@ class Run:
             while True:
                 latent = waiting.get_nowait()
                 try:
-                    done.put(self._explainer.explain(self._client, latent))
+                    done.put(self._explain(latent))
                 except Stopped:
                     raise
                 except Exception as error:
                     done.put(error)
                     return
+
+    def _explain(self, latent: int) -> Explanation:
+        """Explain a latent, and store the result before this thread goes on to the next latent."""
+        one = self._explainer.explain(self._client, latent)
+        with self._lock:
+            record(self._folder, one)
+            self.n_done += 1
+            self.n_failed += bool(one.problem)
+        return one
