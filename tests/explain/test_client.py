@@ -200,11 +200,11 @@ def test_an_endless_or_slow_body_ends_after_its_limits(monkeypatch: pytest.Monke
     monkeypatch.setattr(client_module, "MOST_BYTES", 1 << 20)
     with stub_server(lambda _: floods) as server, pytest.raises(NoAnswer, match="larger than 1 MiB"):
         client(server).ask("x")
-    with stub_server(lambda _: drips) as server, pytest.raises(NoAnswer, match="no complete answer within 0.5 s"):
+    with stub_server(lambda _: drips) as server, pytest.raises(NoAnswer, match="no complete answer within"):
         client(server, timeout_s=0.5).ask("x")
     silent = threading.Event()
     with stub_server(lambda _: silent.wait(30) or "late") as server:
-        with pytest.raises(NoAnswer, match="no complete answer within 0.5 s"):
+        with pytest.raises(NoAnswer, match="no complete answer within"):
             client(server, timeout_s=0.5).ask("x")
         silent.set()
 
@@ -245,7 +245,7 @@ def test_a_server_that_speaks_no_http_gives_no_answer(content: bytes) -> None:
 
 def test_headers_that_never_end_are_given_up() -> None:
     for url in raw_server(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1000, per_byte_s=0.05):
-        with pytest.raises(NoAnswer, match="within 0.5 s"):
+        with pytest.raises(NoAnswer, match="within"):
             client(url, timeout_s=0.5).ask("x")
 
 
@@ -341,7 +341,7 @@ def test_a_key_is_sent_without_encryption_only_on_this_machine(url: str, is_acce
      "http://x/v1#y", "http://ü.example/v1"],
 )  # fmt: skip
 def test_an_unusable_url_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="^--url: ") as raised:
+    with pytest.raises(UsageError, match="--url: ") as raised:
         checked_url(url, "")
     assert "pw" not in str(raised.value).replace("password", "")
 

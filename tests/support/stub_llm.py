@@ -104,7 +104,7 @@ def explained_file(n_contexts: int = 20, n_latents: int = len(WORDS), weights: s
         acts.append([[(at == BEFORE) * (20.0 - n % 20) for at in range(WIDTH)] for n in range(n_contexts)])
     ends = [sum(map(len, texts[: number + 1])) for number in range(len(texts))]
     shape = [n_latents, n_contexts, WIDTH]
-    tensors = {
+    tensors: dict[str, tuple[str, str, list[int], list[Any]]] = {
         "n_fired": ("I32", "i", [n_latents], [50] * n_latents),
         "largest": ("F32", "f", [n_latents], [20.0 + n_latents - number for number in range(n_latents)]),
         "mean": ("F32", "f", [n_latents], [5.0] * n_latents),

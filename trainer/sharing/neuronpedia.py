@@ -1,4 +1,8 @@
-"""Neuronpedia's format: `batch-N.json` with latent dashboards in SAEDashboard's format, based on `eval`'s results."""
+"""Neuronpedia's format: `batch-N.json` with latent dashboards in SAEDashboard's format, based on `eval`'s results.
+
+`explanations` has the names of latents and the descriptions that `sae-tui explain` has stored, in the format of
+Neuronpedia's exports.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import msgspec
 from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.contract.files import write_whole
 from trainer.contract.printable import on_one_line
+from trainer.contract.runs.explanations import Explanation
 from trainer.contract.runs.features import ActivatingExample, Feature, Features, LogitChange
 from trainer.contract.wording import plural
 from trainer.sharing.base import Format, SharedSae, refusal_of_several_hooks
@@ -49,7 +54,7 @@ class Neuronpedia(Format):
         with fill_folder(folder, last="") as temporary:
             for name, batch in zip(names, batches, strict=True):
                 write_whole(temporary / name, msgspec.json.encode(_batch(sae, features, batch)))
-        for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
+        for stale in {*folder.glob("batch-*.json")} - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
         left_out = _write_explanations(sae, features, folder / EXPLANATIONS)
         has_logits = any(features.feature(latent).promoted for latent in latents[:1])
@@ -58,18 +63,20 @@ class Neuronpedia(Format):
 
 
 def _write_explanations(sae: SharedSae, features: Features, folder: Path) -> list[str]:
-    """Write the names that the user has given to latents, in the format of Neuronpedia's exported explanations.
+    """Write latents' names and descriptions in the format of Neuronpedia's exported explanations.
 
-    Return sentences about names that are left out.
+    Names are from the user, and descriptions from a language model. Return sentences about names that are left out.
     """
-    noted = [features.feature(latent) for latent in features.order("latent") if latent in features.notes.by_latent]
-    named = [feature for feature in noted if feature.name]
+    latents = [features.feature(latent) for latent in features.order("latent")]
+    named = [feature for feature in latents if feature.name]
     current = [feature for feature in named if feature.noted_at_tokens is None]
+    rows = [_row(sae, feature.latent, on_one_line(feature.name)) for feature in current]
+    rows += [_described(sae, one.explanation) for one in latents if one.explanation and one.explanation.text]
     name = "batch-0.jsonl.gz"
-    if current:
-        lines = b"".join(msgspec.json.encode(_explanation(sae, feature)) + b"\n" for feature in current)
+    if rows:
+        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
         with fill_folder(folder, last="") as temporary:
-            # Without a time in its header, the file depends only on the names.
+            # Without a time in its header, the file depends only on its content.
             write_whole(temporary / name, gzip.compress(lines, mtime=0))
     else:
         (folder / name).unlink(missing_ok=True)
@@ -77,19 +84,30 @@ def _write_explanations(sae: SharedSae, features: Features, folder: Path) -> lis
     return [f"{plural(n_old, 'name')} given to other weights left out"] if n_old else []
 
 
-def _explanation(sae: SharedSae, feature: Feature) -> dict[str, Any]:
-    """Return a row of Neuronpedia's table `Explanation`. No model has written it, and its author is unknown here."""
+def _described(sae: SharedSae, one: Explanation) -> dict[str, Any]:
+    """Return a row for a language model's description; its notes have the prompts and the scores."""
+    scores = {"detection": one.detection, "fuzzing": one.fuzzing}
+    known = [f"{name} {score:.3f}" for name, score in scores.items() if score is not None]
+    notes = ", ".join([f"sae-tui explain, prompts {one.prompts}", *known])
+    return _row(sae, one.latent, one.text, one.model) | {"notes": notes}
+
+
+def _row(sae: SharedSae, latent: int, description: str, model_name: str | None = None) -> dict[str, Any]:
+    """Return a row of Neuronpedia's table `Explanation`, whose author is unknown here.
+
+    The type is null, because Neuronpedia accepts only the methods that it knows.
+    """
     model, layer, sae_set = _ids(sae)
-    source, index = f"{layer}-{sae_set}", str(feature.latent)
+    source, index = f"{layer}-{sae_set}", str(latent)
     return {
-        "id": hashlib.sha256("\0".join([model, source, index]).encode()).hexdigest()[:25],
+        "id": hashlib.sha256("\0".join([model, source, index, model_name or ""]).encode()).hexdigest()[:25],
         "modelId": model,
         "layer": source,
         "index": index,
-        "description": on_one_line(feature.name),
+        "description": description,
         "authorId": "",
         "typeName": None,
-        "explanationModelName": None,
+        "explanationModelName": model_name,
     }
 
 
