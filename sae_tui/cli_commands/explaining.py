@@ -21,6 +21,7 @@ from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, Reached
 from trainer.contract.runs.explanations import CHANCE, Explanation, read_explanations
 from trainer.contract.runs.features import Features
+from trainer.contract.settings.typed import cut
 from trainer.contract.wording import count, plural
 
 # A run with more requests or tokens asks for confirmation.
@@ -141,9 +142,10 @@ def _show(
 
 
 def _cells(one: Explanation) -> tuple[object, ...]:
-    text = one.text or f"failed: {one.problem}"
-    if one.text and one.problem:
-        text += f" (not scored: {one.problem})"
+    problem = cut(one.problem)
+    text = one.text or f"failed: {problem}"
+    if one.text and problem:
+        text += f" (not all scored: {problem})"
     detection, fuzzing = (one.detection, one.detection_error), (one.fuzzing, one.fuzzing_error)
     return one.latent, score_words(*detection), score_words(*fuzzing), text
 
@@ -171,7 +173,8 @@ def mean_words(scores: Sequence[tuple[float | None, float | None]]) -> str:
     values, n = [score for score, _ in known], len(known)
     over_latents = statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
     # If all scores are alike, the spread over latents is smaller than the errors of the scores allow.
-    return score_words(statistics.fmean(values), max(over_latents, math.hypot(*(error for _, error in known)) / n))
+    error = max(over_latents, math.hypot(*(error for _, error in known)) / n)
+    return f"{statistics.fmean(values):.3f} ± {error:.3f}"
 
 
 def _totals(session: _Session | None) -> dict[str, object]:

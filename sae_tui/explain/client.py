@@ -1,7 +1,7 @@
 """Asks a language model behind an OpenAI-compatible server.
 
 It uses the standard library: no package of the app brings an HTTP client, and `http.client` follows no redirects and
-uses no proxies by itself. A limit of the whole answer in time and bytes would be needed with any client.
+reads no proxies from the environment. A limit of the whole answer in time and bytes would be needed with any client.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ class Client:
                 host, port, timeout=CONNECT_S, context=ssl.create_default_context()
             )
         connection.connect()
-        connection.sock.settimeout(self._timeout_s)
+        # The timer of the request is the limit; this one only prevents waiting forever.
+        connection.sock.settimeout(2 * self._timeout_s + 10)
         return connection
 
 

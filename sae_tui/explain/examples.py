@@ -100,9 +100,9 @@ def _fuzzing(held: Sequence[ActivatingExample], rng: random.Random) -> Iterator[
 
 
 def _other_tokens(example: ActivatingExample, fires: set[int], rng: random.Random) -> set[int]:
-    """Return random tokens on which the latent is silent, in runs as long as those on which it fires.
+    """Return random tokens on which the latent is silent, in runs as long as the runs of tokens on which it fires.
 
-    The marks then have the same shape as the right ones. Runs for which there is no place are left out.
+    The marks then have the same shape as the right ones. Runs without a place are left out.
     """
     free = {at for at, token in enumerate(example.tokens) if at not in fires and token.text.strip()}
     chosen: set[int] = set()

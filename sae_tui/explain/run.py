@@ -21,7 +21,7 @@ from trainer.contract.runs.features import Features
 
 # This many failed latents in a row end a run.
 MOST_FAILED = 10
-# The number of latents from which the costs of all latents are estimated, and the length of an average description.
+# The costs of all latents are estimated from this number of latents, with descriptions of this length.
 _SAMPLED, _DESCRIPTION = 50, "x" * 100
 T = TypeVar("T")
 

@@ -108,10 +108,11 @@ def where_else(features: Features) -> str:
 
 
 def counts(features: Features) -> str:
-    """Describe the latents' families, like `23 dense (> 10%), 410 on one token, 3 never fire`."""
+    """Describe the latents' families, like `23 dense (> 10%), 410 on one token, 3 never fire, 100 explained`."""
     n = Counter(features.families)
     bound = [f"{n[family]:,} {words}" for family, words in _BOUND_WORDS.items() if n[family]]
-    return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%})", *bound, f"{n['silent']:,} never fire"])
+    explained = [f"{len(features.explanations):,} explained"] if features.explanations else []
+    return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%})", *bound, f"{n['silent']:,} never fire", *explained])
 
 
 def stability_words(feature: Feature) -> str:
@@ -188,7 +189,7 @@ def _explanation_lines(feature: Feature) -> list[tuple[str, str]]:
     if one is None:
         return []
     scores = f"{scores_words(one)}, by {one.model}"
-    return [("Explained", one.text), ("Scores", f"{scores}; {one.problem}" if one.problem else scores)]
+    return [("Explanation", one.text), ("Scores", f"{scores}; {one.problem}" if one.problem else scores)]
 
 
 def scores_words(one: Explanation) -> str:

@@ -221,7 +221,8 @@ class LatentDetail(LineView, can_focus=True):
 
 def _wrapped(title: str, text: str, width: int) -> list[Line]:
     """Return a titled text over several lines; [] for an empty text."""
-    space = max(10, width - 12)
+    # A scroll bar covers the last columns.
+    space = max(10, width - 14)
     lines = [one for line in text.splitlines() for one in textwrap.wrap(line, space) or [""]]
     return [((f"{'' if number else title:<12}", "label"), (visible(line), "text")) for number, line in enumerate(lines)]
 

@@ -65,7 +65,7 @@ def test_latents_are_explained_in_the_order_of_features_and_listed(shell: Shell,
         assert [line.split() for line in lines[2:5]] == [
             [str(n), "1.00", "±", "0.05", "1.00", "±", "0.05", "the", "word", word] for n, word in enumerate(WORDS[:3])
         ]
-        assert lines[5] == "3 latents explained; mean detection 1.00 ± 0.03, fuzzing 1.00 ± 0.03 (chance 0.5)"
+        assert lines[5] == "3 latents explained; mean detection 1.000 ± 0.031, fuzzing 1.000 ± 0.031 (chance 0.5)"
         assert lines[6:] == ["15 requests, 1,500 prompt tokens and 105 answer tokens; 0 failed"]
         assert len(server.prompts) == 15
         # The latents that are done are kept unless --again is given; other latents are added.
@@ -85,7 +85,7 @@ def test_features_show_and_find_the_explanations(shell: Shell, job_id: int) -> N
     listed = [line.split() for line in shell.run("features", job_id, "--limit", 4).stdout.splitlines()]
     assert [row[3:] for row in listed[2:6]] == [["king"], ["river"], ["the", "word", "seven"], ["green"]]
     shown = shell.run("features", job_id, 2).stdout.splitlines()
-    assert "explained    the word seven" in shown
+    assert "explanation  the word seven" in shown
     assert "scores       detection 1.00 ± 0.05, fuzzing 1.00 ± 0.05 (chance 0.5), by stub" in shown
     assert shell.json("features", job_id, 2)["explanation"]["text"] == "the word seven"
     assert shell.json("features", job_id, 3)["explanation"] is None
@@ -102,7 +102,7 @@ def test_explanations_of_other_weights_are_left_out_and_written_again(shell: She
     lines = shell.run("explain", job_id).stdout.splitlines()
     assert [line.split()[-1] for line in lines[1:2]] == ["new"]
     assert lines[-1] == "1 explanation of other weights left out; explain these latents again"
-    assert "explained" not in shell.run("features", job_id, 0).stdout
+    assert "explanation" not in shell.run("features", job_id, 0).stdout
     with stub_server(knows_the_truth) as server:
         shell.run("explain", job_id, 0, *flags(server))
     assert [(one["text"], one["weights"]) for one in stored(shell, job_id)] == [("the word king", "w"), ("new", "w")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -133,3 +134,10 @@ def test_any_answer_is_read_or_refused_with_one_printable_line(answer: str) -> N
 def test_a_list_in_the_requested_form_is_read_exactly(numbers: set[int], as_flags: bool) -> None:
     listed = [int(number in numbers) for number in range(1, 11)] if as_flags else sorted(numbers)
     assert numbers_in(f"Answer: {json.dumps(listed)}", 10) == numbers
+
+
+def test_the_documentation_shows_the_prompts() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "explain.md").read_text()
+    texts = (prompts.EXPLAIN, prompts.DETECT, prompts.FUZZ, prompts.AGAIN)
+    assert [text for text in texts if f"```text\n{text.strip()}\n```" not in page] == []
+    assert f"Version `{prompts.VERSION}`" in page

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from support.features import features_file, flat
+from support.features import TEXTS, features_file, flat
 
 # A reply: an HTTP status, headers and a body, or a function that writes to the connection itself.
 Reply = tuple[int, dict[str, str], bytes]
@@ -121,7 +121,7 @@ def explained_file(n_contexts: int = 20, n_latents: int = len(WORDS), weights: s
         "index_ends": ("I64", "q", [len(texts)], [min(one + 1, n_latents) for one in range(len(texts))]),
         "index_latents": ("I32", "i", [n_latents], list(range(n_latents))),
     }
-    content = features_file(**tensors)
+    content = features_file(TEXTS, **tensors)
     return with_weights(content, weights) if weights else content
 
 

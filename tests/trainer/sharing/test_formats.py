@@ -281,22 +281,20 @@ def test_neuronpedia_shows_the_promoted_tokens_stored_by_eval(tmp_path: Path, mo
 
 def test_neuronpedia_gets_the_explanations_of_these_weights(tmp_path: Path) -> None:
     shared, out = with_features(tmp_path), tmp_path / "out"
-    out.mkdir()
-    (out / "neuronpedia-explanations.jsonl").write_text("of an earlier export")
-    form_of("neuronpedia").write(shared, out)
-    assert [file.name for file in out.iterdir()] == ["batch-0.json"]
+    file = out / "explanations" / "batch-0.jsonl.gz"
     scored = Explanation(latent=1, text="articles", model="gpt-4o-mini", detection=0.9, fuzzing=0.75, prompts="v1")
     record(tmp_path, scored, Explanation(latent=0, text="lambs", model="m", prompts="v1"))
     form_of("neuronpedia").write(shared, out)
-    first, second = map(json.loads, (out / "neuronpedia-explanations.jsonl").read_text().splitlines())
-    where = {"modelId": "gpt2", "layer": "2-blocks.2.mlp.hook_in", "typeName": None}
+    first, second = map(json.loads, gzip.decompress(file.read_bytes()).splitlines())
+    assert first.pop("id") != second.pop("id")
+    where = {"modelId": "gpt2", "layer": "2-blocks.2.mlp.hook_in", "typeName": None, "authorId": ""}
     of_first = {"index": "0", "description": "lambs", "explanationModelName": "m"}
     assert first == where | of_first | {"notes": "sae-tui explain, prompts v1"}
     of_second = {"index": "1", "description": "articles", "explanationModelName": "gpt-4o-mini"}
     assert second == where | of_second | {"notes": "sae-tui explain, prompts v1, detection 0.900, fuzzing 0.750"}
     record(tmp_path, Explanation(latent=0, text="lambs", weights="w"), Explanation(latent=1, text="x", weights="w"))
     form_of("neuronpedia").write(shared, out)
-    assert not (out / "neuronpedia-explanations.jsonl").exists()
+    assert not file.exists()
 
 
 def test_the_neuronpedia_export_merges_tokens_that_share_a_character(tmp_path: Path) -> None:

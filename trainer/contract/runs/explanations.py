@@ -27,8 +27,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """A description of a latent by the language model `model`, with scores on examples that it was not written from.
 
     `text` is "" if the model gave no description. The scores are balanced accuracies: `detection` for finding the texts
-    on which the latent fires, `fuzzing` for finding the texts whose marked tokens are those on which it fires. They are
-    None if they were not measured. `n_examples` is the number of scored examples. `problem` says why the description or
+    on which the latent fires, `fuzzing` for finding the texts in which the right tokens are marked. They are None if
+    they were not measured. `n_examples` is the number of scored examples. `problem` says why the description or
     a score is missing, "" if nothing went wrong. `n_unparsed` counts the answers that were not in the requested form.
     `prompts` is the version of the prompts, and `weights` is the digest of the SAE's weights.
     """
@@ -49,7 +49,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_explanations(folder: Path) -> dict[int, Explanation]:
-    """Return all stored explanations by latent, also those of other weights; raise `UserError` if this fails."""
+    """Return all stored explanations by latent, for any weights; raise `UserError` if this fails."""
     lines = read_json_lines(folder / EXPLANATIONS, Explanation)
     return {one.latent: _shown(one) for one in sorted(lines, key=lambda one: one.latent)}
 
@@ -60,7 +60,7 @@ def of_weights(explanations: Iterable[Explanation], weights: str) -> dict[int, E
 
 
 def record(folder: Path, *explanations: Explanation) -> None:
-    """Add explanations to the file, or replace those of the same latents; raise `UserError` if this fails."""
+    """Add explanations to the file, replacing older ones of the same latents; raise `UserError` if this fails."""
     with locked(folder):
         known = read_explanations(folder) | {one.latent: _shown(one) for one in explanations}
         write_json_lines(folder / EXPLANATIONS, (known[latent] for latent in sorted(known)))
