@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -78,6 +79,8 @@ class _Session:
         """Explain the latents, and return why the run ended early, or None."""
         if not self._left:
             return None
+        if not os.access(self._folder, os.W_OK):
+            raise UserError(f"{self._folder} is not writable, so that no explanation can be stored; make it writable")
         estimate = self._explainer.estimate(self._left)
         self._ask_for_consent(estimate)
         run = Run(self._explainer, self.client, self._folder, self._flags.parallel)

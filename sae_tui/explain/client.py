@@ -35,6 +35,8 @@ MOST_BYTES, CONNECT_S = 2 << 20, 10.0
 MOST_BUSY, MOST_FAILED, LONGEST_WAIT_S = 8, 3, 120.0
 _LONGEST_MESSAGE = 200
 _BUSY = (429, 503)
+# How servers say that they do not know an option; an option with a wrong value, such as too many tokens, is kept.
+_UNSUPPORTED = re.compile(r"not support|unsupported|unknown|unrecogni|unexpected|not permitted", re.IGNORECASE)
 # What to do if the server refuses every request.
 _REMEDIES = {
     401: f"give a valid key in ${KEY_VARIABLES[0]}",
@@ -190,7 +192,9 @@ class Client:
         try:
             completion = decode_as(body, _Completion)
         except ValueError as error:
-            raise NoAnswer(f"the answer is not a chat completion: {self._clean(str(error))}") from None
+            # Some proxies report errors with the status 200.
+            reason = self._said(body) if b'"error"' in body else self._clean(str(error))
+            raise NoAnswer(f"the answer is not a chat completion: {reason}") from None
         self._has_answered = True
         usage = _Usage()
         with contextlib.suppress(ValueError):
@@ -207,7 +211,7 @@ class Client:
 
     def _drop_option(self, message: str, options: Mapping[str, Any]) -> bool:
         """Leave out, from now on, an option that the server does not know; return whether there was one."""
-        for name in options:
+        for name in options if _UNSUPPORTED.search(message) else ():
             if name in message:
                 with self._lock:
                     value = self._options.pop(name, None)

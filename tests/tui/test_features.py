@@ -24,6 +24,7 @@ from sae_tui.screens.features import FeaturesScreen
 from sae_tui.widgets.ask import Ask, AskText
 from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.explanations import Explanation, record
 from trainer.contract.runs.features import FEATURES, Features
 from trainer.contract.runs.latent_notes import NOTES, change_note, read_notes
 from trainer.contract.runs.report_card import ROWS
@@ -125,6 +126,30 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
             )
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen.name == "job")
+
+
+async def test_explanations_replace_the_tokens_and_are_found(make_app: MakeApp, job_id: int, data: DataDir) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        long = "lambs in several languages, " * 4
+        record(
+            data.sae(job_id), Explanation(latent=0, text=f"{long}end", detection=0.9, detection_error=0.06, model="m")
+        )
+        view, detail = screen.query_one(LatentList), screen.query_one(LatentDetail)
+        # The screen shows an explanation that was written while it was open.
+        await pilot.press("down", "up")
+        await wait_until(pilot, lambda: "Explanation" in detail.plain)
+        words = " ".join(detail.plain.split())
+        assert f"Explanation {long}end Scores detection 0.90 ± 0.06 (chance 0.5), by m" in words
+        assert "0   3.000%     4.00  lambs in several" in view.plain
+        assert "1   8.000%     3.00  the" in view.plain
+        await ask(pilot, app, "slash", "languages")
+        await wait_until(
+            pilot,
+            lambda: title(screen) == "Job 1 · 'languages': 0 fire on it, 1 has it only in its texts or explanations",
+        )
+        assert view.latents == [0]
 
 
 def last_notice(app: SaeApp) -> str:

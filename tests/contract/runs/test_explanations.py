@@ -40,6 +40,15 @@ def test_the_file_has_a_line_per_latent_in_ascending_order_with_fixed_keys(tmp_p
     assert [entry.name for entry in tmp_path.iterdir()] == [EXPLANATIONS]
 
 
+def test_a_failure_replaces_no_description_of_the_same_weights(tmp_path: Path) -> None:
+    record(tmp_path, one(1), one(2, weights="old"), one(3, "", problem="first"))
+    record(tmp_path, *(one(latent, "", problem="refused") for latent in (1, 2, 3)))
+    known = read_explanations(tmp_path)
+    assert [(known[latent].text, known[latent].problem) for latent in (1, 2, 3)] == [
+        ("kings", ""), ("", "refused"), ("", "refused")
+    ]  # fmt: skip
+
+
 def _record_many(folder: Path, first: int) -> None:
     for latent in range(first, 40, 2):
         record(folder, one(latent))

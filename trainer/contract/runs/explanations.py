@@ -60,9 +60,16 @@ def of_weights(explanations: Iterable[Explanation], weights: str) -> dict[int, E
 
 
 def record(folder: Path, *explanations: Explanation) -> None:
-    """Add explanations to the file, replacing older ones of the same latents; raise `UserError` if this fails."""
+    """Add explanations to the file, replacing older ones of the same latents; raise `UserError` if this fails.
+
+    A failure does not replace a description for the same weights.
+    """
     with locked(folder):
-        known = read_explanations(folder) | {one.latent: _shown(one) for one in explanations}
+        known = read_explanations(folder)
+        for one in map(_shown, explanations):
+            older = known.get(one.latent)
+            if one.text or not (older and older.text and older.weights == one.weights):
+                known[one.latent] = one
         write_json_lines(folder / EXPLANATIONS, (known[latent] for latent in sorted(known)))
 
 
