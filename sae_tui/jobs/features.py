@@ -166,9 +166,9 @@ def label(feature: Feature) -> str:
 
 
 def own_title(feature: Feature) -> str:
-    """Return a latent's name or, without one, its description by a language model; "" if it has neither."""
-    described = feature.explanation.text if feature.explanation else ""
-    return on_one_line(feature.name) or described
+    """Return a latent's name or, without one, its description; "" if it has neither, or if scoring it failed."""
+    one = feature.explanation
+    return on_one_line(feature.name) or (one.text if one and not one.problem else "")
 
 
 def note_lines(feature: Feature) -> list[tuple[str, str]]:

@@ -144,6 +144,9 @@ async def test_explanations_replace_the_tokens_and_are_found(make_app: MakeApp, 
         assert f"Explanation {long}end Scores detection 0.90 ± 0.06 (chance 0.5), by m" in words
         assert "0   3.000%     4.00  lambs in several" in view.plain
         assert "1   8.000%     3.00  the" in view.plain
+        record(data.sae(job_id), Explanation(latent=0, text=f"{long}end", problem="not scored"))
+        await pilot.press("down", "up")
+        await wait_until(pilot, lambda: "0   3.000%     4.00  Lämb" in view.plain)
         await ask(pilot, app, "slash", "languages")
         await wait_until(
             pilot,
