@@ -86,9 +86,12 @@ class _Session:
         run = Run(self._explainer, self.client, self._folder, self._flags.parallel)
         try:
             with Progress("explain", to_descriptor=False) as progress:
-                began = time.monotonic()
-                for _ in run.explain(self._left):
-                    progress.reach(self._reached(run, estimate, time.monotonic() - began))
+                began = ends = time.monotonic()
+                for one in run.explain(self._left):
+                    now = time.monotonic()
+                    if one:
+                        ends = now + (now - began) * (estimate.n_latents - run.n_done) / run.n_done
+                    progress.reach(self._reached(run, estimate, max(0.0, ends - now) if run.n_done else None))
         except UserError as error:
             return error
         except KeyboardInterrupt:
@@ -107,13 +110,13 @@ class _Session:
             refuse_without_terminal("explain")
             confirm(f"Send {estimate.n_requests:,} requests?", "no request was sent")
 
-    def _reached(self, run: Run, estimate: Estimate, elapsed_s: float) -> Reached:
-        share = run.n_done / estimate.n_latents
+    def _reached(self, run: Run, estimate: Estimate, left_s: float | None) -> Reached:
+        share, n_requests = run.n_done / estimate.n_latents, self.client.n_requests
         tokens = self.client.prompt_tokens + self.client.completion_tokens
         parts = [f"{run.n_done:,} of {plural(estimate.n_latents, 'latent')}"]
-        parts += [f"{count(tokens)} tokens"] if tokens else []
+        parts += [f"{count(tokens)} tokens" if tokens else plural(n_requests, "request")]
         parts += [f"{run.n_failed:,} failed"] if run.n_failed else []
-        return Reached(", ".join(parts), share, elapsed_s * (1 - share) / share)
+        return Reached(", ".join(parts), share, left_s)
 
 
 def estimate_words(estimate: Estimate) -> str:

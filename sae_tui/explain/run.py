@@ -1,4 +1,4 @@
-"""Explains latents one after the other, several at once, and stores each as soon as it is done."""
+"""Explains latents in several threads, and stores each explanation as soon as it is done."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from trainer.contract.runs.features import Features
 MOST_FAILED = 10
 # The costs of all latents are estimated from this number of latents, with descriptions of this length.
 _SAMPLED, _DESCRIPTION = 50, "x" * 100
+_TICK_S = 0.5
 T = TypeVar("T")
 
 
@@ -131,6 +132,12 @@ class _Asking:
         return {name: found[0], f"{name}_error": found[1]} if found else {}
 
 
+def _next(done: queue.SimpleQueue[Explanation | Exception]) -> Explanation | Exception | None:
+    with contextlib.suppress(queue.Empty):
+        return done.get(timeout=_TICK_S)
+    return None
+
+
 class Run:
     """Explains latents with a client, `parallel` at a time, and stores each as soon as it is done."""
 
@@ -139,8 +146,11 @@ class Run:
         self._lock = threading.Lock()
         self.n_failed = self.n_done = 0
 
-    def explain(self, latents: Sequence[int]) -> Iterator[Explanation]:
-        """Yield the explanations in the order in which they are done; raise `UserError` if the run cannot go on."""
+    def explain(self, latents: Sequence[int]) -> Iterator[Explanation | None]:
+        """Yield the explanations in the order in which they are done, and None after `_TICK_S` without one.
+
+        Raise `UserError` if the run cannot go on.
+        """
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for latent in latents:
             waiting.put(latent)
@@ -151,7 +161,8 @@ class Run:
         in_a_row = 0
         try:
             for _ in latents:
-                one = done.get()
+                while (one := _next(done)) is None:
+                    yield None
                 if isinstance(one, Exception):
                     raise one
                 in_a_row = in_a_row + 1 if one.problem else 0

@@ -31,7 +31,8 @@ def explained(
 ) -> list[Explanation]:
     """Explain latents, and return the stored explanations."""
     asking = Client(server.url, "stub", backoff_s=0.001, timeout_s=20.0)
-    found = list(Run(Explainer(features, "stub", seed), asking, folder, n).explain(latents or features.order()))
+    run = Run(Explainer(features, "stub", seed), asking, folder, n)
+    found = [one for one in run.explain(latents or features.order()) if one]
     stored = read_explanations(folder)
     assert {one.latent: stored[one.latent] for one in found} == {one.latent: one for one in found}
     return [stored[one.latent] for one in sorted(found, key=lambda one: one.latent)]
