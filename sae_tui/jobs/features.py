@@ -77,12 +77,14 @@ class Found(NamedTuple):
     firing: list[int]
     others: list[int]
 
-    @property
-    def words(self) -> str:
-        """The numbers of latents, as text, like `1 by your notes, 9 fire on it, 525 have it only in their texts`."""
+    def counted(self, where: str) -> str:
+        """Return the numbers of latents, like `1 by your notes, 9 fire on it, 525 have it only in their texts`.
+
+        `where` is the result of `where_else`.
+        """
         texts = [f"{len(self.noted):,} by your notes"] if self.noted else []
         texts += [f"{len(self.firing):,} {'fires' if len(self.firing) == 1 else 'fire'} on it"]
-        only = "has it only in its texts" if len(self.others) == 1 else "have it only in their texts"
+        only = f"has it only {where.replace('their', 'its')}" if len(self.others) == 1 else f"have it only {where}"
         return ", ".join(texts + [f"{len(self.others):,} {only}"] * bool(self.others))
 
 

@@ -16,7 +16,7 @@ from textual.widgets import Label
 from sae_tui.format import fit
 from sae_tui.jobs.evaluation.outcome import has_features
 from sae_tui.jobs.evaluation.request import offer
-from sae_tui.jobs.features import Found, counts, features_of_job, search
+from sae_tui.jobs.features import Found, counts, features_of_job, search, where_else
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.far_jobs import there
 from sae_tui.panels.latents import LatentDetail, LatentList
@@ -214,7 +214,11 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if self._features is None:
             parts.append("Features")
         elif self.words:
-            found = plural(listed.n_firing, "latent") if is_filter(self.words) else self._last.words
+            found = (
+                plural(listed.n_firing, "latent")
+                if is_filter(self.words)
+                else self._last.counted(where_else(self._features))
+            )
             parts.append(f"'{self.words}': {found}")
         else:
             parts += [plural(len(listed.latents), "latent"), counts(self._features), WORDS[self.order]]
