@@ -187,6 +187,7 @@ class SaeApp(KeysInOrder, Notices):
             self.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def on_unmount(self) -> None:
+        self.session.model.close()
         self.session.alerts.stop()
         if self.session.hosts:
             self.session.hosts.stop()

@@ -13,9 +13,11 @@ from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.host import Host
+from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.gpus import availability
 from sae_tui.jobs.gpus.availability import GpuChoice, Holders
 from sae_tui.jobs.gpus.locks import HolderReader, lock_folder, lock_problem
+from sae_tui.jobs.loaded_model import LoadedModel
 from sae_tui.jobs.upkeep.storage import store_warning
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail, Watcher
@@ -57,6 +59,7 @@ class Session:
         self.alerts = alerts
         self.actions = Actions(self, app)
         self.host = Host()
+        self.model = LoadedModel(data, lambda job: request.idle_gpu(data, job, self.choices(), monitor.source_name))
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
         # The data folder's disk may hang, so a thread reads the locks stored there. A lock folder outside the data
         # folder is in memory, where reads cannot hang.

@@ -33,6 +33,12 @@ from trainer.contract.wording import bars
 _WIDE = 44
 # The upper limit of each shade, as a share of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
+SHADE_STYLES = {
+    "faint": "underline on $warning 12%",
+    "weak": "underline on $warning 22%",
+    "strong": "underline on $warning 32%",
+    "full": "bold underline on $warning 40%",
+}
 # The horizontal position of the strongest tokens, as a share of the width to the right of the activations.
 _MIDDLE = 0.6
 _ACT_CELLS = 9
@@ -181,12 +187,7 @@ def _row(cells: tuple[str, str, str, str], width: int, parts: Sequence[str] = ()
 class LatentDetail(LineView, can_focus=True):
     """How often and how strongly a latent fires, the most similar latents, and its max-activating examples."""
 
-    palette = PALETTE | {
-        "faint": "underline on $warning 12%",
-        "weak": "underline on $warning 22%",
-        "strong": "underline on $warning 32%",
-        "full": "bold underline on $warning 40%",
-    }
+    palette = PALETTE | SHADE_STYLES
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -265,7 +266,7 @@ def _moved_lines(feature: Feature, width: int) -> list[Line]:
 def _context_line(context: ActivatingExample, largest: float, width: int) -> Line:
     """Return an example, truncated at both ends to the width, with each token shaded by the latent's activation."""
     space = max(0, width - _ACT_CELLS)
-    spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]
+    spans = [(visible(readable(token.text)), shade(token.act, largest)) for token in context.tokens]
     return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *cut_around(spans, context.at, space))
 
 
@@ -275,7 +276,8 @@ def cut_around(spans: Sequence[Span], at: int, width: int) -> list[Span]:
     return [*left, *_first_cells(spans[at:], width - sum(cell_len(text) for text, _ in left))]
 
 
-def _shade(act: float, largest: float) -> str:
+def shade(act: float, largest: float) -> str:
+    """Return the style of a token on which a latent fires, by its share of the latent's largest activation."""
     if act <= 0 or largest <= 0:
         return "text"
     return next((name for most, name in SHADES if act <= most * largest), SHADES[-1][1])

@@ -17,10 +17,12 @@ from sae_tui.format import fit
 from sae_tui.jobs.evaluation.outcome import has_features
 from sae_tui.jobs.evaluation.request import offer
 from sae_tui.jobs.features import Found, counts, features_of_job, search, where_else
+from sae_tui.jobs.loaded_model import ChosenSae
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.far_jobs import there
 from sae_tui.panels.latents import LatentDetail, LatentList
 from sae_tui.screens.evaluate import Evaluates
+from sae_tui.screens.model_screen import may_ask
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask, AskText
 from sae_tui.widgets.footer import Footer, FooterOffer
@@ -46,7 +48,7 @@ WORDS: dict[Order, str] = {
 
 
 _NOTES = frozenset({"star", "name", "note", "undo"})
-_OF_LATENTS = _NOTES | {"search", "next_order", "go_to", "go_to_nearest"}
+_OF_LATENTS = _NOTES | {"search", "next_order", "go_to", "go_to_nearest", "try_text", "steer"}
 
 
 class Opened(Message):
@@ -91,6 +93,10 @@ class FeaturesScreen(Evaluates, FramedScreen):
         Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go to the previous screen"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
                 tooltip="Latents with these words in notes or examples, starred:, stable:>0.7, effect:>0.01"),
+        Binding("T", "try_text", "Text", id="features.text",
+                tooltip="Try a text: where the selected latent fires on it"),
+        Binding("S", "steer", "Steer", id="features.steer",
+                tooltip="Continue a prompt with the selected latent set to another value"),
         Binding("o", "next_order", "Order", id="features.sort",
                 tooltip="0.01 to 1 % first, starred, density, largest activation, stability, effect, norm, number"),
         Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="Go to a latent by its number"),
@@ -294,6 +300,28 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if self._features is not None and latent is not None:
             nearest = self._features.feature(latent).nearest
             self._go_to(str(nearest[0][0]) if nearest else None)
+
+    def action_try_text(self) -> None:
+        from sae_tui.screens.text import TextScreen
+
+        latent = self.query_one(LatentList).latent
+        if self._features is not None and latent is not None and may_ask(self.session, self):
+            self.app.push_screen(
+                TextScreen(self.session, self._sae, self._features, latent, lambda one: self._go_to(str(one)))
+            )
+
+    def action_steer(self) -> None:
+        from sae_tui.screens.steer import SteerScreen
+
+        latent = self.query_one(LatentList).latent
+        if self._features is not None and latent is not None and may_ask(self.session, self):
+            texts = self.session.model.texts
+            prompt = texts[-1] if texts else ""
+            self.app.push_screen(SteerScreen(self.session, self._sae, self._features, latent, prompt))
+
+    @property
+    def _sae(self) -> ChosenSae:
+        return self.session.model.chosen(self.job_id, self.member)
 
     def action_next_member(self) -> None:
         labels = list(self._opened)

@@ -6,6 +6,7 @@ A scene records its jobs, sets up its GPUs, and opens its screen by pressing the
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
+from support import model_stub
 from support.commands import command_file, record_series
 from support.features import features_file
 from support.report_cards import put_card
@@ -30,6 +32,9 @@ from sae_tui.panels.latents import LatentDetail
 from sae_tui.panels.preview import PreviewPanel, PreviewText
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.panels.program import ProgramPanel
+from sae_tui.panels.steered import SteeredText
+from sae_tui.panels.tokens import TokenText
+from sae_tui.screens import steer
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.doctor import DoctorScreen
@@ -37,6 +42,7 @@ from sae_tui.settings import Settings
 from sae_tui.start import other_hosts
 from sae_tui.terminal.plain import Plain
 from sae_tui.widgets.log_view import LogView
+from sae_tui.widgets.text_field import TextField
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import first_look
 from trainer.contract.runs.features import FEATURES
@@ -57,6 +63,7 @@ FINDINGS = (
 )  # fmt: skip
 _PID = 4_190_000  # not the pid of a process on this machine
 _SINCE_S = 58
+TRIED = "The shepherd had a lamb and 24 wooly sheep,\nand all of them went up the hill with her."
 FAILURE = "rank 1 was killed (SIGKILL)"
 
 
@@ -127,6 +134,8 @@ def same_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Make screens the same on every machine: no blinking cursor, a fixed host name, one kind of CPU, colours on."""
     patch.setattr(first_look, "costs", lambda: None)
     patch.setattr(Input, "cursor_blink", False, raising=False)
+    patch.setattr(steer, "_seconds_since", lambda _: 4.2)
+    patch.setattr(TextField, "cursor_blink", False, raising=False)
     patch.setattr(socket, "gethostname", lambda: "gpu-box")
     for name in ("VIRTUAL_ENV", "CONDA_DEFAULT_ENV", "CONDA_PREFIX"):
         patch.delenv(name, raising=False)
@@ -291,6 +300,23 @@ async def _doctor(pilot: Pilot[Any]) -> None:
     await pilot.pause()
 
 
+def _with_model(key: str, text: str, ready: Callable[[Any], object]) -> Callable[[Pilot[Any]], Awaitable[None]]:
+    """Return a function that opens a screen from the features with a stub of the model's process, and enters a text."""
+
+    async def show(pilot: Pilot[Any]) -> None:
+        app: Any = pilot.app
+        app.session.model.command = (sys.executable, str(model_stub.__file__), "plain", str(app.session.data.root))
+        await _at("enter", "f", ready=_says(LatentDetail, "Latent"))(pilot)
+        await _open(pilot, key)
+        await wait_until(pilot, lambda: app.screen.loaded)
+        app.screen.query_one(TextField).text = text
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: ready(app))
+        await pilot.pause()
+
+    return show
+
+
 SCENES = (
     Scene("dashboard, no job", nothing, show_dashboard, busy=()),
     Scene("dashboard, one job", record_running, show_dashboard),
@@ -306,6 +332,8 @@ SCENES = (
     Scene("log", record_running, _at("enter", "l", ready=_says(LogView, "step 200"))),
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
+    Scene("text", _record_evaluated, _with_model("T", TRIED, _says(TokenText, "shepherd"))),
+    Scene("steer", _record_evaluated, _with_model("S", "The king", _says(SteeredText, "KL"))),
     Scene("launch", nothing, _at("n", ready=_is_reviewed), busy=()),
     Scene("launch, command", nothing, _at("r", ready=_is_checked), busy=()),
     Scene("job, command", _record_command, _at("enter", ready=_says(ProgramPanel, "process")), busy=(0,)),

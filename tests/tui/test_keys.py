@@ -45,6 +45,8 @@ ACCEPTED: Mapping[str, tuple[set[str], str]] = {
     "l": ({"Log", "More"}, "right as in vi, in long commands"),
     "s": ({"Stop", "Signal"}, "stops a job, or a process that is none"),
     "t": ({"Processes", "Tree"}, "opens the processes, and then their tree"),
+    "f2": ({"GPUs", "Model"}, "there are no GPUs to choose, and letters are typed into a field"),
+    "S": ({"Scale", "Steer"}, "no curve is drawn for latents"),
     "p": ({"Pause", "Probe"}, "no job can be paused in the doctor"),
     "A": ({"After", "Adopt"}, "no job is queued among the processes"),
 }

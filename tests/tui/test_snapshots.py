@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.scenes import FINDINGS, lively_monitor, record_box, record_sweep, show_dashboard
+from support.scenes import FINDINGS, SCENES, lively_monitor, record_box, record_sweep, show_dashboard
 from support.tui import put_into_row, wait_until
 
 from sae_tui.panels import gpu_picker
@@ -104,6 +104,13 @@ def test_the_comparison_matches_its_snapshot(snap_compare, make_app, data, size)
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+@pytest.mark.parametrize("name", ["text", "steer"])
+def test_the_screens_with_a_language_model_match_their_snapshot(snap_compare, data, size, name) -> None:
+    (scene,) = (one for one in SCENES if one.name == name)
+    assert snap_compare(scene.app(data), terminal_size=size, run_before=scene.show)
 
 
 def test_the_confirmation_before_a_job_is_stopped_matches_its_snapshot(snap_compare, make_app, box) -> None:

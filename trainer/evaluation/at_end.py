@@ -15,7 +15,7 @@ from trainer.activations.base import Source, StreamSource
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
-from trainer.contract.runs.features import STABILITY
+from trainer.contract.runs.features import ACTS_SCALE, STABILITY
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import FIRES_ON, STABLE_COSINE, TWINS, Card, quality_words, summary
 from trainer.contract.settings.job import JobConfig
@@ -143,7 +143,8 @@ class Cards:
             timed = timer(self._at.step, self._parallel.device)
             data = folder_of([*self._job.hooks.values()][place.number if place else learner.hook])
             if data and (contexts := self._contexts(label, sae, data, rows.input_outliers)):
-                tensors = contexts.tensors(sae.directions, read_tokens(data)) | tensors
+                scale = self._trainer.learners[label].sae.acts_scale.reshape(1).cpu().float()
+                tensors = contexts.tensors(sae.directions, read_tokens(data)) | tensors | {ACTS_SCALE: scale}
                 part = timed(contexts.n_rows, "rows", text=str(data), settings={"contexts": N_CONTEXTS})
                 return write_card(folder, msgspec.structs.replace(card, parts=card.parts | {FIRES_ON: part}), tensors)
         except Exception as error:

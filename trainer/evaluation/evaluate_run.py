@@ -25,6 +25,7 @@ from trainer.contract.progress import advance, stage
 from trainer.contract.runs.card_versions import of_weights, weights_of
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.evaluation_time import LOADING, READING, ROWS_READ_AGAIN
+from trainer.contract.runs.features import ACTS_SCALE
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import (
     EFFECTS,
@@ -338,7 +339,8 @@ class _PartTimer:
             return self._effects, {}
         parts[FIRES_ON] = timed(contexts.n_rows, "rows", text=str(path), settings={"contexts": n_contexts})
         tensors = contexts.tensors(sae.W_dec, read_tokens(path), moved)
-        return tensors | self._part_tensors | self._effects, parts
+        scale = {ACTS_SCALE: sae.acts_scale.reshape(1).cpu().float()}
+        return tensors | self._part_tensors | self._effects | scale, parts
 
 
 def _with(card: Card, name: str, part: Part, **figures: Any) -> Card:

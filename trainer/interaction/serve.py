@@ -13,15 +13,20 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import torch
 
-from trainer.contract.answers.interaction import Answer, Generate, ReadText, Refused, Request, Stop
+from trainer.contract.answers.interaction import (
+    MOST_REQUEST_BYTES,
+    Answer,
+    Generate,
+    ReadText,
+    Refused,
+    Request,
+    Stop,
+)
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 from trainer.contract.progress import Progress
 from trainer.interaction.session import Interaction
 from trainer.runtime.out_of_memory import is_shortage
-
-# The maximum length of a request in bytes.
-MOST_BYTES = 2**22
 
 
 def serve(folder: Path, device: torch.device, model: str | None, idle_s: float) -> None:
@@ -47,7 +52,7 @@ class _Requests:
         threading.Thread(target=self._read_all, args=(stream,), name="requests", daemon=True).start()
 
     def _read_all(self, stream: BinaryIO) -> None:
-        while line := stream.readline(MOST_BYTES):
+        while line := stream.readline(MOST_REQUEST_BYTES):
             request = _parsed(line)
             if isinstance(request, Stop):
                 self.is_stopped.set()

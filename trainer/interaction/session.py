@@ -85,9 +85,13 @@ class Interaction:
         self._model, self._generates = _load(job, device)
         self._token_bytes = self._model.tokenizer.token_bytes()
         self._special = {*self._model.tokenizer.special}
+        scale = Features(folder / FEATURES).acts_scale if (folder / FEATURES).exists() else 1.0
+        # The factor from activations of the exported SAE to activations in the features file.
+        self._acts_scale = scale or 1.0
         self.ready = Ready(
-            job.model.path, hooks[0], self._sae.d_sae, device.type, self._generates, self._model.tokenizer.reads_chats
-        )
+            job.model.path, hooks[0], self._sae.d_sae, device.type, self._generates, self._model.tokenizer.reads_chats,
+            scale is not None,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def read(self, request: ReadText) -> TextRead:
@@ -96,7 +100,7 @@ class Interaction:
         batch = ContextBatch(np.array([ids]), np.arange(len(ids))[None], np.zeros((1, len(ids)), np.int64))
         rows = self._model.rows(batch, torch.arange(len(ids)))[0].float()
         acts = self._sae.encode(rows).values
-        values, latents = acts.topk(min(MOST_LATENTS, self._sae.d_sae), dim=1)
+        values, latents = (acts * self._acts_scale).topk(min(MOST_LATENTS, self._sae.d_sae), dim=1)
         counted = self._counted(ids)
         tokens = []
         for run in runs_of_tokens([self._token_bytes[one] for one in ids]):
@@ -159,7 +163,7 @@ class Interaction:
             torch.maximum(plain[at], steered[at]).exp() < LEAST_PROBABLE, 0
         )
         most = moved.abs().topk(min(N_MOVED, len(moved))).indices
-        texts = [self._token_bytes[one].decode(errors="replace") for one in ids]
+        runs = runs_of_tokens([self._token_bytes[one] for one in ids])
         before, after_it = plain[at].exp(), steered[at].exp()
         return Generated(
             plain=self._text(rows[PLAIN][n_prompt:]),
@@ -170,7 +174,7 @@ class Interaction:
                 for token in most.tolist()
                 if abs(moved[token]) > _LEAST_MOVED
             ),
-            kl=tuple(TokenKl(text, value) for text, value in zip(texts, kl.tolist(), strict=True)),
+            kl=tuple(TokenKl(self._text([ids[at] for at in run]), float(kl[list(run)].max())) for run in runs),
         )
 
     def _edit(self, latents: Sequence[Steered], *, adds: bool) -> Edit:
@@ -190,7 +194,7 @@ class Interaction:
         largest = Features(file).feature(latent).largest
         if not largest:
             raise UserError(f"latent {latent} never fired in the evaluation, so its largest activation is unknown")
-        return largest
+        return largest / self._acts_scale
 
     @contextlib.contextmanager
     def _steering(self, edit: Edit, counts: Tensor) -> Iterator[None]:
@@ -270,7 +274,7 @@ def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> l
 
 
 def _hooks(folder: Path, sae: ExportedSae) -> list[str]:
-    """Return the hook that an SAE reads and, for a transcoder, the hook it writes to; then those of later layers."""
+    """Return the hook that an SAE reads and, for a transcoder, the hook it writes to; then hooks of later layers."""
     layer = layer_of_metadata(sae.metadata)
     if layer is None or layer.n_targets == 1:
         return _hooks_in(folder, sae.metadata, is_transcoder=sae.is_transcoder)

@@ -11,8 +11,8 @@ from sae_tui.cli_commands.parser import make_parser
 from sae_tui.cli_commands.schema import schemas
 from trainer.parser import make_parser as make_trainer_parser
 
-# Commands that print another program's or command's format instead of their own JSON.
-WITHOUT = {"export-metrics", "receive", "trainer join", "trainer rank"}
+# Commands that print another program's or command's format instead of their own JSON, or answer requests.
+WITHOUT = {"export-metrics", "receive", "trainer interact", "trainer join", "trainer rank"}
 
 
 def parts(schema: Any) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,8 @@ import msgspec
 
 # The maximum number of tokens to generate, and the highest temperature.
 MOST_GENERATED, MOST_TEMPERATURE = 4096, 100
+# The maximum length of a request's line in bytes.
+MOST_REQUEST_BYTES = 2**22
 
 
 class ReadText(msgspec.Struct, frozen=True, tag="read", tag_field="request"):
@@ -47,7 +49,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="request"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
-    """The first answer: the language model is loaded. `generates` is false if it does not predict next tokens."""
+    """The first answer: the language model is loaded. `generates` is false if it does not predict next tokens.
+
+    `has_scale` is false if the features file, written by an earlier version, does not record the scale of its
+    activations. Shares of the largest activation and strengths may then be wrong by a constant factor.
+    """
 
     model: str
     hook: str
@@ -55,10 +61,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     device: str
     generates: bool = True
     reads_chats: bool = False
+    has_scale: bool = True
 
 
 class FiringLatent(msgspec.Struct, frozen=True):
-    """A latent and its activation, in the units of raw activations."""
+    """A latent and its activation, in the units of the features file."""
 
     latent: int
     act: float
@@ -100,7 +107,10 @@ class MovedToken(msgspec.Struct, frozen=True):
 
 
 class TokenKl(msgspec.Struct, frozen=True):
-    """A token, and the KL divergence of the predictions after it, in nats: of steered from unchanged."""
+    """A token, and the KL divergence of the predictions after it, in nats: of steered from unchanged.
+
+    Tokens that share a character are merged, with the largest divergence.
+    """
 
     text: str
     kl: float

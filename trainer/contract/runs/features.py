@@ -152,6 +152,9 @@ SCALING: dict[str, tuple[str, str, int | None]] = {
 # Additional tensors in newer files: for each latent, the share of its activations on its most common token, and the
 # share at its most common position in the text.
 _BOUND: dict[str, tuple[str, str, int | None]] = {"token_share": ("F32", "f", 1), "position_share": ("F32", "f", 1)}
+# An additional tensor in newer files: the factor from activations of the exported SAE to activations in this file.
+ACTS_SCALE = "acts_scale"
+_SCALE: dict[str, tuple[str, str, int | None]] = {ACTS_SCALE: ("F32", "f", None)}
 # A latent's family is the first one whose condition holds: the latent never fires; it fires on a share of the rows
 # above `DENSE`; a share above `BOUND` of its activations is on one token, or at one position; or it fires on a share of
 # the rows below the lower limit of `SPARSE`.
@@ -183,7 +186,9 @@ NO_PARTS = "this SAE is not a crosscoder, so its latents have no parts"
 NO_SCALING = "latent scaling was not measured; an evaluation measures it for a crosscoder of two parts"
 _CODES = {
     name: code
-    for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _FIRING | _EFFECTS | _BOUND | _PARTS | SCALING).items()
+    for name, (_, code, _) in (
+        _LAYOUT | _MOVED | _STABLE | _FIRING | _EFFECTS | _BOUND | _PARTS | SCALING | _SCALE
+    ).items()
 }
 
 
@@ -333,6 +338,7 @@ class Features:
             "n_rows": (1,),
             "before": (1,),
         }
+        same |= {ACTS_SCALE: (1,)} if ACTS_SCALE in self._entries else {}
         if any(self._entries[name].shape != shape for name, shape in same.items()):
             raise ValueError("shapes")
         if self._tells_moved:
@@ -361,7 +367,7 @@ class Features:
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
         more = (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
         more |= _FIRING if FIRING in self._entries else {}
-        more |= _EFFECTS if self.has_effects else {}
+        more |= (_EFFECTS if self.has_effects else {}) | (_SCALE if ACTS_SCALE in self._entries else {})
         more |= (_PARTS if self.has_parts else {}) | (SCALING if self.has_scaling else {})
         return _LAYOUT | more | (_BOUND if self.has_families else {})
 
@@ -374,6 +380,12 @@ class Features:
     def has_scaling(self) -> bool:
         """Whether the file has the results of latent scaling."""
         return self.has_parts and self._entries.keys() >= SCALING.keys()
+
+    @cached_property
+    def acts_scale(self) -> float | None:
+        """The factor from activations of the exported SAE to activations in this file; None in older files."""
+        value = self._floats(ACTS_SCALE)[0] if ACTS_SCALE in self._entries else math.nan
+        return value if math.isfinite(value) and value > 0 else None
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
