@@ -288,6 +288,12 @@ def _export(flags: argparse.Namespace) -> int:
     push = _push_of(flags)
     with Progress("exporting"):
         done, lines = _exported(flags)
+    from trainer.sharing.base import format_named
+
+    if not push and (command := format_named(flags.format).opening("OWNER/NAME")):
+        note = f"once it is uploaded with --push OWNER/NAME, this command opens it: {command}"
+        done["notes"] = [*done.get("notes", ()), note]
+        lines.append(f"note: {note}")
     if not flags.json:
         _say("\n".join(lines))
     if push:

@@ -15,7 +15,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label
 
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
-from sae_tui.jobs.launch.exporting import Exported, export_sae
+from sae_tui.jobs.launch.exporting import export_sae
 from sae_tui.jobs.launch.importing import import_sae
 from sae_tui.jobs.launch.trainer_command import OnReached
 from sae_tui.jobs.view.reader import JobView
@@ -25,6 +25,7 @@ from sae_tui.widgets.menu import Menu
 from sae_tui.widgets.tick import Tick
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import working_folder
+from trainer.contract.printable import printable
 from trainer.contract.progress import Reached
 from trainer.contract.settings.catalog import READ_FORMATS, WRITTEN_FORMATS
 
@@ -162,12 +163,16 @@ class ExportDialog(_SaeDialog):
         # In a terminal, the trainer asks before an upload; here, entering the name counts as consent.
         push = [f"--push={name}", "--yes"] if (name := self.text("push")) else []
         arguments = ["--format", str(self.query_one(Menu).value), *self.ticked, *push]
-        data, job_id = self._session.data, self._job.id
-        return lambda show: self._words(export_sae(data, job_id, out, arguments, on_reached=show))
+        return lambda show: self._export(out, arguments, show)
 
-    @staticmethod
-    def _words(done: Exported) -> str:
+    def _export(self, out: Path, arguments: list[str], show: OnReached) -> str:
+        done = export_sae(self._session.data, self._job.id, out, arguments, on_reached=show)
         notes = "".join(f"\nNote: {note}." for note in done.notes)
+        if command := str(done.pushed.get("command", "")):
+            # The app may have exited.
+            with contextlib.suppress(RuntimeError):
+                self.app.call_from_thread(self.app.copy_to_clipboard, command)
+            notes += f"\nThis command opens it, and was sent to the terminal's clipboard:\n{printable(command)}"
         pushed = f", and in {done.pushed['url']}" if "url" in done.pushed else ""
         return f"The SAE of step {done.newest_step} is in {done.output_path}{pushed}{notes}"
 

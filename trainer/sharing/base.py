@@ -166,6 +166,10 @@ class Format(ABC):
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
         """Write an SAE atomically; return one sentence per omission. The caller must check `refusal` first."""
 
+    def opening(self, repository: str) -> str:
+        """Return the shell command that opens an export uploaded to the hub in its tool, or "" if there is none."""
+        return ""
+
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
         sets = [names for names in self.reads if place.is_dir() or place.name in names]

@@ -58,6 +58,12 @@ class CircuitTracer(Format):
     files = (CONFIG, "layer_*.safetensors", "W_enc_*.safetensors", "W_dec_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
 
+    def opening(self, repository: str) -> str:
+        # Its command reads sets only from the hub (`utils/hf_utils.py`, commit 4bb8c0e).
+        name = repository.rpartition("/")[2]
+        graphs = f"--slug {name} --graph_file_dir graphs --server"
+        return f"circuit-tracer attribute --transcoder_set {repository} --prompt 'The capital of France is' {graphs}"
+
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.layer:
             if sae.d_in != sae.d_out // sae.layer.n_targets:

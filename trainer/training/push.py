@@ -13,7 +13,7 @@ from trainer.contract.errors import UsageError, UserError
 from trainer.contract.progress import Progress
 from trainer.contract.settings import catalog
 from trainer.contract.wording import plural
-from trainer.sharing.base import MODEL_CARD
+from trainer.sharing.base import MODEL_CARD, format_named
 from trainer.sharing.hub import Repository
 from trainer.training.hub_card import hub_card, local_paths
 
@@ -62,8 +62,11 @@ class Push:
         except UserError as error:
             raise UserError(f"{error}; no files were uploaded; they are still in {out}, so try again") from None
         tell(f"sent to {place.url}")
+        command = format_named(form).opening(place.name)
+        if command:
+            tell(f"open it: {command}")
         listed = [{"path": name, "bytes": size} for name, size in sizes.items()]
-        return {"url": place.url, "private": not place.is_public, "files": listed}
+        return {"url": place.url, "private": not place.is_public, "files": listed, "command": command}
 
     def _written(self, out: Path, form: str) -> dict[str, Path | bytes]:
         """Return the format's files that were added to `out` since this object was created."""

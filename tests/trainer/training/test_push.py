@@ -82,6 +82,22 @@ def test_an_export_and_a_model_card_are_pushed_to_a_private_repository(
     assert TOKEN not in done.stdout + done.stderr
 
 
+def test_the_command_that_opens_a_transcoder_in_circuit_tracer_is_printed(
+    make_run: Callable[..., Path], hub: Hub, activations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(data={"target_path": str(activations)}, sae={"architecture": "batch_topk"})
+    form = ["--format", "circuit-tracer"]
+    command = "circuit-tracer attribute --transcoder_set {} --prompt 'The capital of France is' --slug {} "
+    command += "--graph_file_dir graphs --server"
+    assert main(["export", str(run), "--out", str(tmp_path / "local"), *form]) == EXIT_FINISHED
+    note = f"note: once it is uploaded with --push OWNER/NAME, this command opens it: {command}"
+    assert note.format("OWNER/NAME", "NAME") in capsys.readouterr().out
+    assert push(run, tmp_path / "out", "--yes", *form) == EXIT_FINISHED
+    out = capsys.readouterr().out
+    assert f"open it: {command}".format("ada/my-sae", "my-sae") in out
+    assert "note: once it is uploaded" not in out
+
+
 def test_without_push_the_hub_is_not_contacted(make_run: Callable[..., Path], hub: Hub, tmp_path: Path) -> None:
     run = make_run()
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == EXIT_FINISHED
