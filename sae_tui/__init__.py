@@ -1,14 +1,14 @@
 """Terminal app for monitoring GPUs and launching SAE training jobs. Importing this package loads no other module.
 
-`sae_tui.run` and `sae_tui.job` launch and follow jobs from Python; see `sae_tui.api`.
+`sae_tui.run` and `sae_tui.job` launch and follow jobs from Python, and `sae_tui.load` loads an SAE; see `sae_tui.api`.
 """
 
 # Type checkers recognise this name, so `typing` need not be imported.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from sae_tui.api import Job, Result, UserError, job, run
+    from sae_tui.api import Job, Latents, Result, UserError, job, load, run
 
-__all__ = ["Job", "Result", "UserError", "job", "run"]
+__all__ = ["Job", "Latents", "Result", "UserError", "job", "load", "run"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Launches and follows jobs from Python scripts and notebooks, in the same queue as `sae-tui run`.
+"""Launches and follows jobs from Python scripts and notebooks, in the same queue as `sae-tui run`, and loads SAEs.
 
 import sae_tui
 
@@ -12,23 +12,32 @@ print(job.log(20))
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time as clock
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.interaction import place_of_sae
 from sae_tui.jobs import edits
+from sae_tui.jobs.evaluation.request import ReservedGpu
+from sae_tui.jobs.features import search
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
+from sae_tui.jobs.interaction import Interaction
 from sae_tui.jobs.launch import launching, placement
 from sae_tui.jobs.launch.command_job import command_job, listed, named_as_arguments
 from sae_tui.jobs.states import describe_state
+from trainer.contract.answers.interaction import Generate, Generated, ReadText, Steered, TextRead, TextToken
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError, errors
 from trainer.contract.planning.check_job import propose
 from trainer.contract.printable import printable
+from trainer.contract.runs.features import FEATURES, Feature, Features
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.rank_exit import signal_name
 from trainer.contract.settings.command import CommandJob
@@ -224,6 +233,92 @@ def job(job_id: int, *, data_dir: str | os.PathLike[str] | None = None) -> Job:
     return Job(job_id, _context(data_dir))
 
 
+class Latents:
+    """An SAE's latents with their texts, names, notes and explanations, and the SAE in its language model.
+
+    `latents[7]` is latent 7: `contexts`, `density`, `largest`, `name`, `note`, `explanation`, `effect` and more. The
+    first call of `read` or `steer` loads the language model in another process, which `close` ends.
+    """
+
+    def __init__(self, folder: Path, python: str = "", gpu: ReservedGpu | None = None) -> None:
+        self.folder = str(folder)
+        self._features = Features(folder / FEATURES)
+        self._start = functools.partial(Interaction, folder, python, gpu)
+        self._interaction: Interaction | None = None
+
+    def __len__(self) -> int:
+        return self._features.n_latents
+
+    def __getitem__(self, latent: int) -> Feature:
+        if not 0 <= latent < len(self):
+            raise IndexError(f"the SAE has latents 0 to {len(self) - 1:,}, not {latent}")
+        return self._features.feature(latent)
+
+    def search(self, words: str, limit: int = 20) -> list[Feature]:
+        """Return the latents that `sae-tui features --search` would list first, at most `limit`.
+
+        Raise `UserError` if there are none.
+        """
+        found = search(self._features, words)
+        return [self[latent] for latent in [*found.noted, *found.firing, *found.others][:limit]]
+
+    @functools.cached_property
+    def sae(self) -> Any:
+        """The SAE, a `trainer.api.Loaded`: `encode` and `reconstruct` run on tensors of raw activations."""
+        # This package must not import torch, so the module is imported only on request.
+        return import_module("trainer.api").load(self.folder)
+
+    def read(self, text: str, *, chat: bool = False) -> tuple[TextToken, ...]:
+        """Return the tokens of a text with the latents that fire on them, strongest first."""
+        (answer,) = self._running().ask(ReadText(text, chat))
+        assert isinstance(answer, TextRead)
+        return answer.tokens
+
+    def steer(self, prompt: str, latents: int | Sequence[int], strength: float = 2.0, **options: Any) -> Generated:
+        """Continue a prompt without and with steering: each latent is set to `strength` times its largest activation.
+
+        A strength of 0 ablates the latents. `options` are the other fields of `Generate`, such as `n_tokens`.
+        """
+        numbers = [latents] if isinstance(latents, int) else latents
+        request = Generate(prompt, tuple(Steered(latent, strength) for latent in numbers), **options)
+        *_, last = self._running().ask(request)
+        assert isinstance(last, Generated)
+        return last
+
+    def close(self) -> None:
+        """End the process with the language model."""
+        if self._interaction:
+            self._interaction.close()
+            self._interaction = None
+
+    def __enter__(self) -> Latents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _running(self) -> Interaction:
+        if self._interaction is None or self._interaction.has_ended:
+            self.close()
+            self._interaction = self._start()
+            self._interaction.start()
+        return self._interaction
+
+
+def load(
+    run: int | str | os.PathLike[str], *, sae: str | None = None, data_dir: str | os.PathLike[str] | None = None
+) -> Latents:
+    """Return the latents of a job's SAE, or of the SAE in a folder; `sae` is the label of an SAE in a sweep.
+
+    Raise `UserError` if there is no such SAE, or if it has not been evaluated yet.
+    """
+    name = str(run) if isinstance(run, int) else os.fspath(run)
+    folder, python, gpu = place_of_sae(_context(data_dir), name, sae, on_cpu=False)
+    if not (folder / FEATURES).exists():
+        raise UserError(f"{folder} has no {FEATURES}; `sae-tui eval` writes it")
+    return Latents(folder, python, gpu)
+
+
 def _context(data_dir: str | os.PathLike[str] | None) -> CommandContext:
     flags = {} if data_dir is None else {"data_dir": os.fspath(data_dir)}
     return CommandContext(argparse.Namespace(**flags))
@@ -268,4 +363,4 @@ def _launch(context: CommandContext, made: CommandJob, **options: Any) -> int:
         return error.job_ids[0]
 
 
-__all__ = ["Job", "Result", "UserError", "job", "run"]
+__all__ = ["Job", "Latents", "Result", "UserError", "job", "load", "run"]

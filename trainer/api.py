@@ -36,6 +36,7 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sections import section_settings
 from trainer.contract.settings.sources import DataShape, SourceSettings
 from trainer.contract.wording import plural
+from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
@@ -93,6 +94,39 @@ class Fitted:
                 return output
             acts, x_hat = refined_output(sae, x, output.acts, refine)
             return output._replace(acts=acts, x_hat=x_hat)
+
+
+class Loaded:
+    """An exported SAE, read by `load`. Activations are in the units of the data."""
+
+    def __init__(self, sae: ExportedSae) -> None:
+        self._sae = sae
+        self.d_in, self.d_sae, self.metadata = sae.d_in, sae.d_sae, dict(sae.metadata)
+        self.W_dec, self.b_dec = sae.W_dec, sae.b_dec
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the latent activations [n_tokens, d_sae] of raw data [n_tokens, d_in]."""
+        return self._sae.encode(self._rows(x)).values
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """Return the reconstruction [n_tokens, d_out] of raw data [n_tokens, d_in]."""
+        return self._sae.reconstruct(self._rows(x))[1]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.d_in:
+            raise UserError(f"x: must have {self.d_in} columns, not {x.shape[-1]}")
+        return x.to(self.W_dec.device).float()
+
+
+def load(folder: str | Path, *, device: str = "cpu") -> Loaded:
+    """Load an exported SAE in any supported format; raise `UserError` if the folder contains none.
+
+    >>> load("my-sae").encode(torch.randn(3, 384)).shape  # doctest: +SKIP
+    torch.Size([3, 3072])
+    """
+    return Loaded(read_exported(Path(folder), torch.device(device)))
 
 
 def train(

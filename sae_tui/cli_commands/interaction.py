@@ -33,7 +33,6 @@ from trainer.contract.exits import Exit
 from trainer.contract.output import show_text
 from trainer.contract.printable import printable
 from trainer.contract.progress import Progress
-from trainer.contract.store.rows import Job
 
 # The number of latents listed for a token, and of characters of a bar.
 MOST_LATENTS, _BAR = 10, 24
@@ -87,30 +86,31 @@ def refuse_contradictions(flags: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _started(context: CommandContext, flags: argparse.Namespace) -> Iterator[Interaction]:
     """Load the requested SAE and its language model, and show the progress."""
-    folder, python, gpu = _place(context, flags)
+    folder, python, gpu = place_of_sae(context, flags.run, flags.sae, on_cpu=flags.cpu)
     with Interaction(folder, python, gpu, flags.model) as interaction:
         with Progress("starting", to_descriptor=False) as progress:
             interaction.start(progress.reach)
         yield interaction
 
 
-def _place(context: CommandContext, flags: argparse.Namespace) -> tuple[Path, str, ReservedGpu | None]:
-    """Return the SAE's folder, the Python interpreter that reads it, and a free GPU, or None to use the CPU."""
-    job_id = job_id_in(flags.run)
+def place_of_sae(
+    context: CommandContext, run: str, label: str | None, *, on_cpu: bool
+) -> tuple[Path, str, ReservedGpu | None]:
+    """Return the SAE's folder, the Python interpreter that reads it, and a free GPU, or None to use the CPU.
+
+    `run` is the id of a job, or a folder. Raise `UserError` if there is no such SAE.
+    """
+    job_id = job_id_in(run)
     if job_id is None:
-        folder = Path(os.path.abspath(os.path.expanduser(flags.run)))
-        return _of_label(folder / "sae" if (folder / "sae").is_dir() else folder, flags.sae), "", None
+        folder = Path(os.path.abspath(os.path.expanduser(run)))
+        return _of_label(folder / "sae" if (folder / "sae").is_dir() else folder, label), "", None
     with existing(context.data, job_id) as control:
         job = control.job(job_id)
     if words := why_no_sae(job):
         raise UserError(words)
-    return _of_label(context.data.sae(job_id), flags.sae), python_of(context.data, job_id), _gpu(context, job, flags)
-
-
-def _gpu(context: CommandContext, job: Job, flags: argparse.Namespace) -> ReservedGpu | None:
-    if flags.cpu or job.device != "cuda":
-        return None
-    return idle_gpu(context.data, job, context.gpus.choices, context.gpus.source_name)
+    is_offered = job.device == "cuda" and not on_cpu
+    gpu = idle_gpu(context.data, job, context.gpus.choices, context.gpus.source_name) if is_offered else None
+    return _of_label(context.data.sae(job_id), label), python_of(context.data, job_id), gpu
 
 
 def _of_label(folder: Path, label: str | None) -> Path:
