@@ -61,7 +61,7 @@ def answer_lines(answer: Continued | Generated, width: int) -> list[Line]:
     for title, text in (("WITHOUT STEERING", answer.plain), (f"WITH STEERING{same}", answer.steered)):
         blocks.append([((title, "label"),), *_marked(text, at, each)])
     if width >= _WIDE:
-        lines = [_beside(left, right, each) for left, right in zip_longest(*blocks, fillvalue=())]
+        lines = [_in_columns(left, right, each) for left, right in zip_longest(*blocks, fillvalue=())]
     else:
         lines = [line for block in blocks for line in block]
     if isinstance(answer, Generated):
@@ -91,7 +91,7 @@ def _marked(text: str, at: int | None, width: int) -> list[Line]:
     return styled(wrapped([*same, *mark, *rest], width), lambda number: styles[number]) if styles else [()]
 
 
-def _beside(left: Line, right: Line, width: int) -> Line:
+def _in_columns(left: Line, right: Line, width: int) -> Line:
     used = sum(cell_len(text) for text, _ in left)
     return (*left, (" " * (width - used + _GAP), "text"), *right)
 
