@@ -153,7 +153,9 @@ class SteerScreen(ModelScreen):
         return steered_in(self.query_one("#latents", Input).value, strength, self.features.n_latents)
 
     def _is_ticked(self, name: str) -> bool:
-        return self.query_one(f"#{name}", Tick).value
+        """Return whether a switch is on; a hidden one, for a model without a chat template, is off."""
+        tick = self.query_one(f"#{name}", Tick)
+        return tick.value and tick.display
 
     def _number(self, field: str, name: str, least: float, most: float, *, whole: bool = False) -> float:
         text = self.query_one(f"#{field}", Input).value.strip()
