@@ -144,7 +144,7 @@ def test_the_examples_that_train_from_python_run_without_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sae, crosscoder, _ = (block for block in blocks("python") if "how-to/python.md" in block.place)
+    sae, crosscoder, *_ = (block for block in blocks("python") if "how-to/python.md" in block.place)
     smaller = (
         sae.text.replace("4096, 384", "256, 32").replace("8192, 384", "512, 32").replace("n_steps=500", "n_steps=5")
     )

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, show_table
 from sae_tui.cli_commands.values import job_id_in
@@ -44,7 +46,7 @@ def read_text(context: CommandContext, flags: argparse.Namespace) -> int:
         (answer,) = interaction.ask(ReadText(flags.text, flags.chat))
     assert isinstance(answer, TextRead)
     if context.as_json:
-        show_json(answer)
+        show_json(asdict(answer))
     elif flags.latent is None:
         _show_strongest(answer.tokens)
     else:
@@ -64,7 +66,7 @@ def steer(context: CommandContext, flags: argparse.Namespace) -> int:
     with _started(context, flags) as interaction:
         done = _generated(interaction, request)
     if context.as_json:
-        show_json(done)
+        show_json(asdict(done))
         return Exit.DONE
     for line in _side_by_side(done.plain, done.steered, shutil.get_terminal_size().columns):
         say(line)

@@ -90,6 +90,25 @@ export is a folder that SAELens loads, as is a job's `output_path`; `--format` s
 sae-tui compare 1 2 --json
 sae-tui export 1 --out first-sae --json
 ```
+
+## 6. Look at the latents
+
+`eval` finds the texts on which each latent fires, if the data has token ids. Each latent has `contexts`, `density`,
+`family` and, if they were written, `name`, `note` and `explanation`.
+
+```sh
+sae-tui eval 1 --wait --json
+sae-tui features 1 --limit 3 --json
+sae-tui annotate 1 5 --star --name "to check" --json
+sae-tui features 1 --search starred: --json
+```
+
+If the data comes from a language model, these commands load it (about 10 s for a small model on a CPU):
+`sae-tui features ID --text TEXT --json` returns the latents that fire on each token, and `sae-tui steer ID LATENT
+--strength 2 --prompt TEXT --json` continues a prompt with and without a latent; `--ablate` sets it to 0. `sae-tui eval
+ID --model auto --effects --wait` measures each latent's effect on the loss; then `features ID --sort effect` works.
+`sae-tui explain ID --url URL --model NAME --json` describes latents with a model on an OpenAI-compatible server, and
+scores the descriptions. From Python, `sae_tui.load(ID)` gives the same.
 """
 
 
