@@ -59,11 +59,11 @@ class Failed(NamedTuple):
 News = Loading | Loaded | TextRead | Continued | Generated | Failed
 
 
-class _Wish(NamedTuple):
+class _Pending(NamedTuple):
     asker: Hashable
     sae: ChosenSae
     request: ReadText | Generate | None
-    tell: Callable[[News], object]
+    report: Callable[[News], object]
 
 
 class LoadedModel:
@@ -85,16 +85,16 @@ class LoadedModel:
         self.texts: list[str] = []  # texts entered in this session, latest last
         self._named: dict[tuple[int, str], str] = {}
         self._changed = threading.Condition()
-        self._waiting: dict[Hashable, _Wish] = {}
-        self._now: _Wish | None = None
+        self._waiting: dict[Hashable, _Pending] = {}
+        self._now: _Pending | None = None
         self._interaction: Interaction | None = None
         self._loaded: tuple[ChosenSae, Loaded] | None = None
         self._has_thread = self._is_closed = self._has_gpu = False
 
     def ask(
-        self, asker: Hashable, sae: ChosenSae, request: ReadText | Generate | None, tell: Callable[[News], object]
+        self, asker: Hashable, sae: ChosenSae, request: ReadText | Generate | None, report: Callable[[News], object]
     ) -> None:
-        """Answer a request, or only load the model if it is None; `tell` is called on a thread with all news.
+        """Answer a request, or only load the model if it is None; `report` is called on a thread with all news.
 
         The asker's last request ends early, and the loading of another SAE is given up.
         """
@@ -102,7 +102,7 @@ class LoadedModel:
             if self._is_closed:
                 return
             self._waiting.pop(asker, None)
-            self._waiting[asker] = _Wish(asker, sae, request, tell)
+            self._waiting[asker] = _Pending(asker, sae, request, report)
             self._interrupt(asker)
             if self._now and self._now.sae != sae and not self._loaded and self._interaction:
                 on_thread(self._interaction.close)
@@ -155,15 +155,15 @@ class LoadedModel:
     def _run(self) -> None:
         is_over = False
         while not is_over:
-            if (wish := self._next()) is not None:
-                self._serve(wish)
+            if (pending := self._next()) is not None:
+                self._serve(pending)
                 continue
             self._end()
             with self._changed:
                 is_over = not self._waiting
                 self._has_thread = not is_over
 
-    def _next(self) -> _Wish | None:
+    def _next(self) -> _Pending | None:
         """Wait for the next request; return None if there is none for long or the app exits."""
         with self._changed:
             self._now = None
@@ -173,20 +173,20 @@ class LoadedModel:
                 self._now = self._waiting.pop(next(iter(self._waiting)))
             return self._now
 
-    def _serve(self, wish: _Wish) -> None:
+    def _serve(self, pending: _Pending) -> None:
         try:
-            self._answer(wish)
+            self._answer(pending)
         except (UserError, OSError) as error:
-            self._fail(wish, sentence(error))
+            self._fail(pending, sentence(error))
         except Exception as error:
-            self._fail(wish, f"the model cannot be used because of a bug in sae-tui: {error!r}")
+            self._fail(pending, f"the model cannot be used because of a bug in sae-tui: {error!r}")
 
-    def _answer(self, wish: _Wish) -> None:
-        interaction, loaded = self._opened(wish)
-        self._tell(wish, loaded)
+    def _answer(self, pending: _Pending) -> None:
+        interaction, loaded = self._opened(pending)
+        self._report(pending, loaded)
         for answer in interaction.ask(request) if (request := self._wanted()) else ():
             assert isinstance(answer, TextRead | Continued | Generated)
-            self._tell(wish, answer)
+            self._report(pending, answer)
             if isinstance(answer, Continued) and not self._wanted():
                 interaction.stop()
 
@@ -195,23 +195,23 @@ class LoadedModel:
         with self._changed:
             return self._now.request if self._now else None
 
-    def _opened(self, wish: _Wish) -> tuple[Interaction, Loaded]:
+    def _opened(self, pending: _Pending) -> tuple[Interaction, Loaded]:
         """Return the process that has the SAE loaded; start one if there is none."""
-        if self._interaction and self._loaded and not self._interaction.has_ended and self._loaded[0] == wish.sae:
+        if self._interaction and self._loaded and not self._interaction.has_ended and self._loaded[0] == pending.sae:
             return self._interaction, self._loaded[1]
         self._end()
         since = time.monotonic()
-        self._tell(wish, Loading("", since))
-        interaction, device = self._started(wish.sae)
+        self._report(pending, Loading("", since))
+        interaction, device = self._started(pending.sae)
         with self._changed:
             self._interaction = interaction
-            is_unwanted = self._is_closed or any(one.sae != wish.sae for one in self._waiting.values())
+            is_unwanted = self._is_closed or any(one.sae != pending.sae for one in self._waiting.values())
         if is_unwanted:
             interaction.close(_LEAVE_S)
-        ready = interaction.start(partial(self._tell_stage, wish, since))
+        ready = interaction.start(partial(self._report_stage, pending, since))
         loaded = Loaded(ready, device)
         with self._changed:
-            self._loaded = wish.sae, loaded
+            self._loaded = pending.sae, loaded
         return interaction, loaded
 
     def _started(self, sae: ChosenSae) -> tuple[Interaction, str]:
@@ -228,26 +228,26 @@ class LoadedModel:
         on_cpu = "the CPU, since no GPU is idle" if job.device == "cuda" else "the CPU"
         return process, f"GPU {gpu.index}" if gpu else on_cpu
 
-    def _tell_stage(self, wish: _Wish, since: float, reached: Reached) -> None:
-        self._tell(wish, Loading(reached.words, since))
+    def _report_stage(self, pending: _Pending, since: float, reached: Reached) -> None:
+        self._report(pending, Loading(reached.words, since))
 
-    def _tell(self, wish: _Wish, news: News) -> None:
+    def _report(self, pending: _Pending, news: News) -> None:
         with contextlib.suppress(RuntimeError):  # the app has exited
-            wish.tell(news)
+            pending.report(news)
 
-    def _fail(self, wish: _Wish, message: str) -> None:
+    def _fail(self, pending: _Pending, message: str) -> None:
         """Report a failure; if the process has ended, all waiting requests for its SAE have failed too."""
         is_loaded = bool(self._loaded and self._interaction and not self._interaction.has_ended)
-        failed = [wish]
+        failed = [pending]
         if not is_loaded:
             self._end()
             with self._changed:
-                failed += [one for one in self._waiting.values() if one.sae == wish.sae]
-                self._waiting = {asker: one for asker, one in self._waiting.items() if one.sae != wish.sae}
+                failed += [one for one in self._waiting.values() if one.sae == pending.sae]
+                self._waiting = {asker: one for asker, one in self._waiting.items() if one.sae != pending.sae}
         # The screens have no such flag or setting.
         message = message.removeprefix("--model: ").removeprefix("model.path: ")
         for one in failed:
-            self._tell(one, Failed(message, is_loaded))
+            self._report(one, Failed(message, is_loaded))
 
     def _end(self) -> None:
         with self._changed:
