@@ -32,7 +32,8 @@ TEXT = "the red cat sat on a hill and saw the blue dog"
 def export(folder: Path, model: Path) -> torch.Tensor:
     """Export an SAE of two latents that reads block 1; return its encoder's weights."""
     sae = new_sae(TopK, D_IN, 2, k=2)
-    torch.manual_seed(3)
+    # With this seed, latent 0 fires on some of the tokens.
+    torch.manual_seed(6)
     with torch.no_grad():
         for weights in (sae.W_enc, sae.W_dec):
             weights.copy_(torch.randn(weights.shape) / 8)
@@ -58,6 +59,7 @@ async def test_a_text_is_shaded_and_steered_by_the_real_trainer(
     folder = data.sae(record_sae(data))
     acts = expected_acts(model := make_model(tmp_path / "gpt2", "gpt2"), export(folder, model))
     largest = max(acts)
+    assert largest > 0
     of_two = {"largest": ("F32", "f", [2], [largest, largest]), "acts_scale": ("F32", "f", [1], [1.0])}
     (folder / FEATURES).write_bytes(features_file(**of_two))
     app = still_app(data, StillMonitor(1))
