@@ -22,7 +22,7 @@ from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
-from trainer.contract.runs.features import FEATURES, NO_TOKEN, Features
+from trainer.contract.runs.features import FEATURES, NO_TOKEN, ActivatingExample, Features, example_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.shards import TENSOR, inspect_shards
 from trainer.contract.settings.tokens_of_data import META, folder_of, shard_tells_tokens, tells_tokens
@@ -134,6 +134,16 @@ class Contexts:
         wide = order[:, :, None].expand(-1, -1, WIDTH)
         self._token_ids = torch.cat([self._token_ids, token_ids], 1).gather(1, wide)
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
+
+    def examples(self, latent: int, tokens: Sequence[bytes]) -> list[ActivatingExample]:
+        """Return the contexts of one latent, strongest first; `tokens` contains each token's bytes."""
+        found = []
+        for best, ids, acts in zip(self._best[latent], self._token_ids[latent], self._acts[latent], strict=True):
+            places = torch.nonzero(ids != NO_TOKEN).flatten().tolist()
+            if best > 0:
+                texts = [tokens[one] if 0 <= one < len(tokens) else b"" for one in ids[places].tolist()]
+                found.append(example_of(texts, acts[places].tolist(), places.index(BEFORE)))
+        return found
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
         """Return the tensors that `trainer.contract.runs.features` reads.

@@ -126,6 +126,7 @@ class TrainingWork(RankWork[JobConfig]):
         from trainer.activations.base import StreamSource
         from trainer.activations.open_source import open_source, shape_for_saes
         from trainer.evaluation.at_end import Cards
+        from trainer.evaluation.watching import watch
         from trainer.parallel.arrange import arrange
         from trainer.training.loop import Trainer
 
@@ -158,6 +159,7 @@ class TrainingWork(RankWork[JobConfig]):
             # If a truncated shard kills the process, the parent uses this record to find out which shard it was.
             with contextlib.suppress(OSError):
                 write_json(paths.data_record(spec.attempt), trainer.record)
+        watch(trainer, settled, source, parallel, progress, paths.root)
         finished = trainer.run()
         if finished:
             Cards(trainer, settled, source, parallel, progress, self.stop).write()

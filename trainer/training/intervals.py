@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,20 @@ from trainer.training.sharded_state import under
 from trainer.training.skipped_steps import Skips
 
 _OUTLIERS = "outliers"
+# The metric whose sums are the firings of each latent and the number of tokens.
+_FIRINGS = "dense_fraction"
+
+
+class Watching(Protocol):
+    """Follows latents during training; all ranks make the same calls."""
+
+    def count(self, label: str, sums: Tensor) -> None:
+        """Add an interval's firings of each latent and its number of tokens, [d_sae + 1], for one SAE."""
+        ...
+
+    def take(self, *, must: bool) -> None:
+        """Store a snapshot if it is due, or if it `must` be taken."""
+        ...
 
 
 class EndedInterval(NamedTuple):
@@ -57,6 +71,7 @@ class IntervalRecorder:
         self._report, self._bad_rows, self._skips = report, bad_rows, Skips(report)
         self._pace, self._data_wait = Pace(parallel), DataWait()
         self._first_step, self._since = start.step, start
+        self.watcher: Watching | None = None
 
     @property
     def given_up(self) -> set[str]:
@@ -104,7 +119,10 @@ class IntervalRecorder:
         for label, learner in self._learners.items():
             state = StepState.of(states[label])
             self._skips.look_at(label, learner, state, ended.at)
-            values[label] = learner.values(under(totals, f"{label}/"), state)
+            own = under(totals, f"{label}/")
+            values[label] = learner.values(own, state)
+            if self.watcher:
+                self.watcher.count(label, own[_FIRINGS])
         self._report.learnt(self._parallel.all_gather(values))
         self.share_news()
         self._report.pace(ended.at.step, self._pace.values(paces), paces)

@@ -60,7 +60,7 @@ from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.graph_replay import replay_for
 from trainer.training.halving import Halving
 from trainer.training.held_out import HeldOut
-from trainer.training.intervals import EndedInterval, IntervalRecorder, PendingIntervals
+from trainer.training.intervals import EndedInterval, IntervalRecorder, PendingIntervals, Watching
 from trainer.training.learner import Learner, layer_in
 from trainer.training.row_sample import RowSampler
 from trainer.training.saving import Saving
@@ -152,8 +152,13 @@ class Trainer:
         )
         self._stopping = self._has_reported_held_out = False
         self._is_finishing = self._cool_down is not None
+        self._watcher: Watching | None = None
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
+
+    def watch(self, watcher: Watching) -> None:
+        """Let `watcher` follow latents from now on; call this before `run`."""
+        self._watcher = self._recorder.watcher = watcher
 
     def run(self) -> bool:
         """Train to the last step, or until all ranks agree to stop; return True if the run is finished."""
@@ -170,12 +175,14 @@ class Trainer:
                 self._train_step()
                 self._pending.follow()
                 self._resample()
-                if self._is_due(self._train.log_every) or self._is_save_due() or self._is_comparison_over():
+                if self._is_interval_over():
                     self._end_interval()
                 self._halve()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
                     self._pending.drain()
                     self._evaluate()
+                    if self._watcher:
+                        self._watcher.take(must=self._is_over() or self._is_save_due())
                 if self._is_save_due():
                     self._heartbeat("saving")
                     self._progress.settle()
@@ -461,6 +468,12 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return self._is_over() or (every > 0 and self.position.step % every == 0)
+
+    def _is_interval_over(self) -> bool:
+        # A snapshot of latents contains the firings since the last one, so it must be at the end of an interval.
+        is_watched = self._watcher is not None and self._is_due(self._train.eval_every)
+        is_over = self._is_due(self._train.log_every) or self._is_save_due() or self._is_comparison_over()
+        return is_over or is_watched
 
     def _is_save_due(self) -> bool:
         before = Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)

@@ -789,7 +789,7 @@ class Features:
                 break
             places = [at for at in range(first, first + width) if ids[at] != NO_TOKEN]
             tokens = [self._token(ids[at]) for at in places]
-            contexts.append(_context(tokens, [acts[at] for at in places], places.index(first + self._before)))
+            contexts.append(example_of(tokens, [acts[at] for at in places], places.index(first + self._before)))
         return contexts
 
     def text(self, token: int) -> str:
@@ -854,7 +854,7 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
     return False
 
 
-def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> ActivatingExample:
+def example_of(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> ActivatingExample:
     """Convert tokens to a context; `at` is the index of the strongest token."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)

@@ -31,6 +31,8 @@ USUAL_BATCH = 4096
 # three times the median, whereas the norms of a text's first tokens are up to a hundred times the median.
 MAX_NORM = 10.0
 Choice = str  # a key of a registry; checked against the registry at runtime, so new entries need no change here
+# The maximum number of latents that `train.watch_latents` follows at once.
+MOST_WATCHED = 32
 # As a data path, this refers to the sample activations shipped with the app, unless a file or folder has this name.
 SAMPLE = "sample"
 J = TypeVar("J", bound="AnyJob")
@@ -303,6 +305,17 @@ class Train(msgspec.Struct, frozen=True):
     report_card: Annotated[
         bool, about("Evaluates the SAE on held-out rows at the end and writes its report card.", advanced=True)
     ] = True
+    watch_latents: (
+        Annotated[
+            list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | Literal["new", "dying"]],
+            about(
+                'Latents to follow during training, at each evaluation: numbers, "new" (came alive) or "dying".',
+                advanced=True,
+                wanted='a list of latents, "new" and "dying", like [12, 77, "new"]',
+            ),
+        ]
+        | None
+    ) = None
     mirror: (
         Annotated[
             str,
@@ -630,6 +643,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
                 message = f"{name} has {other.words}, and {first} {shape.words}; train them in separate jobs"
                 raise JobFileError([Problem(HOOK, message)])
         self._check_dropped(shape)
+        self._check_watched(shape)
         return shape
 
     def _check_dropped(self, shape: DataShape) -> None:
@@ -641,6 +655,18 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
             raise JobFileError([Problem("data.drop_dimensions", message)])
         if len(set(dropped)) == d:
             raise JobFileError([Problem("data.drop_dimensions", "leaves out all dimensions; keep at least one")])
+
+    def _check_watched(self, shape: DataShape) -> None:
+        """Raise `JobFileError` if a watched latent does not exist, or if there are too many."""
+        numbers = {one for one in self.train.watch_latents or [] if isinstance(one, int)}
+        width, setting = self.sae.width(shape.d_in), "train.watch_latents"
+        is_swept = any(axis.path in ("sae.d_sae", "sae.expansion_factor") for axis in self.sweep)
+        if numbers and max(numbers) >= width and not is_swept:
+            message = f"there is no latent {max(numbers)}; give numbers from 0 to {width - 1}"
+            raise JobFileError([Problem(setting, message)])
+        if len(numbers) > MOST_WATCHED:
+            message = f"names {len(numbers)} latents, and at most {MOST_WATCHED} are watched; leave some out"
+            raise JobFileError([Problem(setting, message)])
 
     @property
     def hooks(self) -> dict[str, SourceSettings]:

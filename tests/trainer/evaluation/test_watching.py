@@ -1,0 +1,296 @@
+"""Tests that a run stores correct snapshots of its watched latents, and reports latents that come alive or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.activations.open_source import open_source
+from trainer.checkpoints.checkpoint import load
+from trainer.contract.errors import JobFileError
+from trainer.contract.runs.rank_spec import EXIT_FINISHED
+from trainer.contract.runs.watched import WATCHED, WatchedSnapshot, append_watched, read_watched
+from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.contexts import TokenRows, acts_of, contexts_of
+from trainer.evaluation.watching import watch
+from trainer.extraction.shard_writer import RowOrigin
+from trainer.parallel.base import Parallel
+from trainer.training.loop import Trainer
+from trainer.training.sharded_state import under
+
+MakeTrainer = Callable[..., Trainer]
+MakeJob = Callable[..., JobConfig]
+CPU = torch.device("cpu")
+EACH = {"eval_every": 5, "checkpoint_every": 10}
+
+
+@pytest.fixture
+def activations(activations: Path) -> Path:
+    """Add a token id, a position and a document number to each row. Each document has 50 tokens."""
+    names = [f" w{number}" for number in range(40)]
+    (activations / "tokens.json").write_text(json.dumps(names))
+    for file in activations.glob("*.safetensors"):
+        rows = load_file(file)["activations"]
+        number = torch.arange(len(rows), dtype=torch.int32)
+        origin = {"token_ids": number % len(names), "positions": number % 50, "document": number // 50}
+        save_file({"activations": rows, **origin}, file)
+    return activations
+
+
+def watched(make_trainer: MakeTrainer, job: JobConfig, kept: Any, run: Path, **options: Any) -> Trainer:
+    trainer = make_trainer(job, kept, **options)
+    watch(trainer, job, open_source(job), Parallel(CPU), kept, run)
+    return trainer
+
+
+def steps_of(run: Path) -> list[int]:
+    return [one.step for one in read_watched(run)]
+
+
+def same(one: list[WatchedSnapshot], other: list[WatchedSnapshot]) -> None:
+    """Compare two runs' snapshots, except for the last digits of their numbers."""
+    assert [(a.step, a.label, a.seen, a.n_rows) for a in one] == [(b.step, b.label, b.seen, b.n_rows) for b in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert [(a.latent, a.why) for a in mine.latents] == [(b.latent, b.why) for b in theirs.latents]
+        for a, b in zip(mine.latents, theirs.latents, strict=True):
+            for name in ("density", "heldout_density", "cosine", "largest"):
+                assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-3, abs=1e-3), name
+            assert [c.texts for c in a.contexts] == [c.texts for c in b.contexts]
+            for c, d in zip(a.contexts, b.contexts, strict=True):
+                assert c.acts == pytest.approx(d.acts, abs=1e-2)
+
+
+def test_without_the_setting_nothing_is_stored_or_reported(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    assert watched(make_trainer, make_job(train=EACH), kept, tmp_path).run()
+    assert not (tmp_path / WATCHED).exists()
+    assert not [kind for kind, _, _ in kept.events if kind.startswith(("watch", "latents"))]
+
+
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "jumprelu"])
+def test_a_snapshot_equals_a_computation_from_the_checkpoint(
+    make_job, make_trainer, kept, tmp_path: Path, activations: Path, architecture: str
+) -> None:
+    sae: dict[str, Any] = {"architecture": architecture}
+    own = {"k": 4} if "topk" in architecture else {}
+    job = make_job(train={**EACH, "watch_latents": [3, 40, 12]}, sae=sae | own)
+    trainer = watched(make_trainer, job, kept, tmp_path)
+    assert trainer.run()
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+    snapshot = read_watched(tmp_path)[1]
+    assert [one.latent for one in snapshot.latents] == [3, 40, 12]
+    tensors, _ = load(tmp_path / "checkpoints" / "step-00000010")
+    learner = make_trainer(job, checkpoints=tmp_path / "c2", output=tmp_path / "o2").learners[""]
+    learner.state.load(under(tensors, "/"))
+    rows, text = held_out_text(trainer, activations)
+    assert snapshot.n_rows == len(rows)
+    with learner.evaluating(), torch.no_grad():
+        acts = acts_of(learner, text.x).dense()
+        wanted = contexts_of(partial(acts_of, learner), [text], trainer.outliers[0], 64, 5)
+    names = [name.encode() for name in json.loads((activations / "tokens.json").read_text())]
+    for one in snapshot.latents:
+        column = acts[:, one.latent]
+        assert one.heldout_density == pytest.approx(float((column > 0).double().mean()))
+        assert one.largest == pytest.approx(float(column.max()), rel=1e-5)
+        examples = wanted.examples(one.latent, names)
+        assert [c.example.at for c in one.contexts] == [example.at for example in examples]
+        for context, example in zip(one.contexts, examples, strict=True):
+            assert context.texts == tuple(token.text for token in example.tokens)
+            assert context.acts == pytest.approx([token.act for token in example.tokens], abs=1e-4)
+
+
+def held_out_text(trainer: Trainer, activations: Path) -> tuple[list[int], TokenRows]:
+    """Read the first 512 held-out rows and their tokens directly from the shards."""
+    shards = [load_file(activations / name) for name in ("a.safetensors", "b.safetensors")]
+    rows = sorted(trainer.data.split.held_out.tolist())[:512]  # type: ignore[attr-defined]
+    x = torch.cat([shard["activations"].float() for shard in shards])[rows]
+    origin = RowOrigin(*(torch.cat([shard[name] for shard in shards])[rows] for name in RowOrigin._fields))
+    return rows, TokenRows(x, origin)
+
+
+def test_density_and_cosine_equal_the_ones_of_each_step(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    # The log interval does not divide the evaluation interval.
+    job = make_job(train={"eval_every": 5, "log_every": 3, "watch_latents": [7, 8, 9]})
+    trainer = watched(make_trainer, job, kept, tmp_path)
+    learner, fired, directions = trainer.learners[""], [], []
+    update = learner.update
+
+    def noted(**options: Any) -> None:
+        fired.append(learner.sae.step_sums[:64].clone())
+        update(**options)
+        directions.append(learner.sae.W_dec.detach().clone())
+
+    learner.update = noted  # type: ignore[method-assign]
+    assert trainer.run()
+    for number, snapshot in enumerate(read_watched(tmp_path)):
+        total = torch.stack(fired[5 * number : 5 * number + 5]).sum(0) / (5 * 128)
+        for one in snapshot.latents:
+            assert one.density == pytest.approx(float(total[one.latent]), abs=1e-6)
+            if number:
+                before, now = directions[5 * number - 1][one.latent], directions[5 * number + 4][one.latent]
+                assert one.cosine == pytest.approx(float(torch.cosine_similarity(before, now, dim=0)), abs=1e-6)
+            else:
+                assert one.cosine is None
+
+
+def test_a_latent_that_comes_alive_or_dies_is_reported_and_watched(make_job, make_trainer, kept, tmp_path) -> None:
+    job = make_job(train={"n_steps": 40, "eval_every": 5, "watch_latents": ["new", "dying"]})
+    trainer = watched(make_trainer, job, kept, tmp_path)
+    sae = trainer.learners[""].sae
+    taken, take = [], trainer._watcher.take  # type: ignore[union-attr]
+
+    def plant(*, must: bool) -> None:
+        take(must=must)
+        taken.append(trainer.position.step)
+        with torch.no_grad():
+            if len(taken) == 2:
+                # Latent 5 cannot fire any more, and is dead after 600 tokens.
+                sae.b_enc[5] -= 1e4
+            elif len(taken) == 5:
+                sae.b_enc[5] += 1e4
+
+    trainer._watcher.take = plant  # type: ignore[union-attr, method-assign]
+    assert trainer.run()
+    why = {one.step: {latent.latent: latent.why for latent in one.latents} for one in read_watched(tmp_path)}
+    assert 5 not in why[10]
+    assert why[15][5] == "dying"
+    assert why[30][5] == "new"
+    died = [message for kind, _, message in kept.events if kind == "latents_died"]
+    born = [message for kind, _, message in kept.events if kind == "latents_born"]
+    assert any(message.startswith("latent 5 ") or "(5" in message or " 5," in message for message in died)
+    assert any("at step 30" in message and "5" in message for message in born)
+    assert len(born) == len({message.rpartition(" ")[2] for message in born})
+
+
+def test_at_most_32_latents_are_watched_at_once(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    # With this job, most latents die.
+    job = make_job(
+        sae={"d_sae": 256, "k": 2}, train={"n_steps": 60, "eval_every": 5, "watch_latents": [1, 2, "new", "dying"]}
+    )
+    assert watched(make_trainer, job, kept, tmp_path).run()
+    found = read_watched(tmp_path)
+    assert max(len(one.latents) for one in found) == 32
+    assert all([latent.latent for latent in one.latents[:2]] == [1, 2] for one in found)
+    assert len([one for one in kept.events if one[0] == "latents_died"]) <= len(found)
+
+
+def test_a_resumed_run_stores_the_same_snapshots_once(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    job = make_job(train={**EACH, "n_steps": 30, "watch_latents": [3, "new", "dying"], "keep_checkpoints": 5})
+    assert watched(make_trainer, job, kept, tmp_path).run()
+    whole = read_watched(tmp_path)
+    start = tmp_path / "checkpoints" / "step-00000010"
+    resumed = watched(
+        make_trainer, job, kept, tmp_path, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2"
+    )
+    assert steps_of(tmp_path) == [5, 10]
+    assert resumed.run()
+    assert read_watched(tmp_path) == whole
+    assert len((tmp_path / WATCHED).read_text().splitlines()) == len(whole)
+
+
+def test_a_new_run_replaces_the_snapshots_of_an_earlier_one(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    append_watched(tmp_path, [WatchedSnapshot(3, 3, 3, 0, ())])
+    assert watched(make_trainer, make_job(train={"watch_latents": [1]}), kept, tmp_path).run()
+    assert steps_of(tmp_path) == [20]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "tensor"])
+def test_two_ranks_store_the_same_snapshots_as_one(make_job, start_ranks, tmp_path: Path, mode: str) -> None:
+    train = {**EACH, "watch_latents": [3, 40, 12], "precision": "fp32"}
+    one = start_ranks(make_job(train=train), 1, run_dir=tmp_path / "one")
+    assert one.wait() == [EXIT_FINISHED]
+    job = make_job(train=train | {"global_batch_size": 128, "batch_size": 64}, parallel={"mode": mode})
+    assert start_ranks(job, 2, run_dir=tmp_path / "two").wait() == [EXIT_FINISHED] * 2
+    same(read_watched(tmp_path / "one"), read_watched(tmp_path / "two"))
+
+
+def test_each_sae_of_a_sweep_over_ranks_has_snapshots(make_job, start_ranks, tmp_path: Path) -> None:
+    job = make_job(sae={"k": [2, 4]}, train={**EACH, "watch_latents": [3, 12, "dying"]}, parallel={"mode": "sweep"})
+    assert start_ranks(job, 2).wait() == [EXIT_FINISHED] * 2
+    found = read_watched(tmp_path / "run")
+    assert [(one.step, one.label) for one in found] == [(s, label) for s in (5, 10, 15, 20) for label in ("k=2", "k=4")]
+    assert all(one.latents[0].contexts for one in found if one.latents[0].heldout_density)
+
+
+def test_without_token_ids_everything_but_the_texts_is_stored(make_job, make_trainer, kept, tmp_path, activations):
+    for file in activations.glob("*.safetensors"):
+        save_file({"activations": load_file(file)["activations"]}, file)
+    assert watched(make_trainer, make_job(train={**EACH, "watch_latents": [3]}), kept, tmp_path).run()
+    (latent,) = read_watched(tmp_path)[-1].latents
+    assert latent.density is not None
+    assert latent.cosine is not None
+    assert latent.heldout_density is not None
+    assert latent.contexts == ()
+    said = [message for kind, _, message in kept.events if kind == "watch"]
+    assert said == ["watched latents are stored without texts: the data does not record its tokens"]
+
+
+def test_a_failure_is_one_event_and_the_run_finishes(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    (tmp_path / WATCHED).symlink_to(tmp_path / "elsewhere")
+    assert watched(make_trainer, make_job(train={**EACH, "watch_latents": [3]}), kept, tmp_path).run()
+    ((level, message),) = [(level, message) for kind, level, message in kept.events if kind == "watch_failed"]
+    assert level == "warning"
+    assert "training continues" in message
+    assert "symbolic link" in message
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_watching_does_not_change_the_weights(make_job, make_trainer, kept, tmp_path: Path) -> None:
+    train = {**EACH, "optimizer": "adam"}
+    assert make_trainer(make_job(train=train), output=tmp_path / "plain", checkpoints=tmp_path / "c2").run()
+    assert watched(make_trainer, make_job(train=train | {"watch_latents": [3, "new"]}), kept, tmp_path).run()
+    plain, own = (load_file(tmp_path / name / "sae_weights.safetensors") for name in ("plain", "sae"))
+    assert all(torch.equal(plain[name], own[name]) for name in plain)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from trainer.contract.runs.watched import *
+latents = tuple(WatchedLatent(n, contexts=(WatchedContext(("word",) * 2000, (0.5,) * 2000, 0),)) for n in range(32))
+print("begins", flush=True)
+for step in range(10**6):
+    append_watched(Path(sys.argv[1]), [WatchedSnapshot(step, step, step, 1, latents)])
+"""
+
+
+def test_the_file_stays_readable_if_the_writer_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.readline()
+    while not (tmp_path / WATCHED).exists() or (tmp_path / WATCHED).stat().st_size < 2**20:
+        threading.Event().wait(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    content = (tmp_path / WATCHED).read_bytes()
+    # Cut the last line in the middle as well, as a power cut would.
+    (tmp_path / WATCHED).write_bytes(content[: content.rindex(b"\n", 0, -1) + 1000])
+    steps = steps_of(tmp_path)
+    assert steps == list(range(len(steps)))
+    assert steps
+    append_watched(tmp_path, [WatchedSnapshot(10**6, 1, 1, 0, ())])
+    assert steps_of(tmp_path) == [*steps, 10**6]
+    assert (tmp_path / WATCHED).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ([64], "train.watch_latents: there is no latent 64; give numbers from 0 to 63"),
+        (list(range(33)), "train.watch_latents: names 33 latents, and at most 32 are watched; leave some out"),
+    ],
+)
+def test_a_latent_that_does_not_exist_is_refused(make_job, wanted: list[int], message: str) -> None:
+    with pytest.raises(JobFileError, match=message):
+        make_job(train={"watch_latents": wanted}).data_shape()
