@@ -36,6 +36,7 @@ from sae_tui.jobs.features import (
 )
 from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
+from sae_tui.jobs.watched import cells_of, fires_on, rows_of
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done
@@ -43,6 +44,7 @@ from trainer.contract.printable import on_one_line
 from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.features import NO_EFFECTS, NO_PARTS, NO_STABILITY, Feature, Features, is_filter
 from trainer.contract.runs.latent_notes import LatentNote, change_note
+from trainer.contract.runs.watched import read_watched
 from trainer.contract.wording import bars
 
 # The flags of `annotate` that change a note, and their values for an empty note.
@@ -52,9 +54,12 @@ _EMPTY = {"starred": False, "name": "", "note": ""}
 def features(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print one latent with its max-activating examples, or a list of latents in the requested order.
 
-    With `--text`, print the latents that fire on a text instead.
+    With `--text`, print the latents that fire on a text instead. With `--watched`, print the snapshots taken in
+    training.
     """
     interaction.refuse_contradictions(flags)
+    if flags.watched:
+        return _show_watched(context, flags)
     if flags.text is not None:
         return interaction.read_text(context, flags)
     read = _open(context, flags)
@@ -88,6 +93,43 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
                 _list([one for one in shown if one.latent in some])
     if len(shown) < len(latents):
         say(f"{len(latents) - len(shown):,} more; show them with --limit N")
+    return Exit.DONE
+
+
+def _show_watched(context: CommandContext, flags: argparse.Namespace) -> int:
+    """Print the snapshots of watched latents, or the ones of a single latent with its examples."""
+    job_id = job_id_in(flags.run)
+    run = Path(os.path.expanduser(flags.run))
+    if job_id is not None:
+        with existing(context.data, job_id) as control:
+            control.job(job_id)
+        run = context.data.run(job_id).root
+    snapshots = read_watched(run)
+    if not snapshots:
+        raise UserError(f"{flags.run}: no snapshots of latents are stored; train.watch_latents stores some")
+    labels = list(dict.fromkeys(one.label for one in snapshots))
+    if flags.sae is not None and flags.sae not in labels:
+        raise UserError(f"--sae: give one of {', '.join(labels)}" if labels != [""] else "--sae: leave it out")
+    rows = rows_of([one for one in snapshots if flags.sae in (None, one.label)])
+    rows = [one for one in rows if flags.latent in (None, one.latent)]
+    if flags.latent is not None and not rows:
+        raise UserError(f"LATENT: latent {flags.latent} was not watched")
+    if context.as_json:
+        show_json(rows)
+        return Exit.DONE
+    if flags.latent is None:
+        heading = ("STEP", *["SAE"] * (len(labels) > 1), "LATENT", "WHY", "DENSITY", "COSINE", "FIRES ON")
+        show_table(
+            heading,
+            ((one.step, *[one.sae] * (len(labels) > 1), *cells_of(one), fires_on(one.contexts)) for one in rows),
+        )
+        return Exit.DONE
+    for one in rows:
+        _, why, density, cosine = cells_of(one)
+        of_sae = f" {one.sae}" if one.sae else ""
+        say(f"step {one.step}{of_sae}: {why}, density {density}, cosine {cosine or '?'}")
+        for example in one.contexts:
+            say(f"{example.act:8.2f}  {in_words(example)}")
     return Exit.DONE
 
 

@@ -83,6 +83,10 @@ def refuse_contradictions(flags: argparse.Namespace) -> None:
     for flag, is_given in {"--search": flags.search is not None, "--card": flags.card is not None}.items():
         if is_given and flags.text is not None:
             raise UsageError(f"{flag}: cannot be combined with --text; leave one of them out")
+        if is_given and flags.watched:
+            raise UsageError(f"{flag}: cannot be combined with --watched; leave one of them out")
+    if flags.watched and flags.text is not None:
+        raise UsageError("--text: cannot be combined with --watched; leave one of them out")
 
 
 @contextlib.contextmanager

@@ -199,6 +199,7 @@ COMMAND_EXAMPLES = {
         'features 7 --search king       latents that fire on "king"',
         "features 7 1234                max-activating examples of latent 1234",
         "features 7 --search starred:   the latents that you have starred",
+        "features 7 12 --watched        latent 12 at each snapshot that was taken in training",
         'features 7 --text "The king spoke"     the latents that fire on each token of a text',
     ],
     "steer": [
@@ -753,6 +754,11 @@ def _add_finding(add: Add) -> None:
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="list at most N; default: %(default)s")
+    latents.add_argument(
+        "--watched",
+        action="store_true",
+        help="the snapshots of latents that the job stored while it trained (train.watch_latents)",
+    )
     latents.add_argument(
         "--text", metavar="TEXT", help="read this text with the language model: each token's strongest latents"
     )

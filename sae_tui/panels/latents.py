@@ -253,7 +253,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
         *_moved_lines(feature, width),
         ((" ", "text"),),
     ]
-    return head + [_context_line(one, feature.largest, width) for one in feature.contexts]
+    return head + [context_line(one, feature.largest, width) for one in feature.contexts]
 
 
 def _moved_lines(feature: Feature, width: int) -> list[Line]:
@@ -263,7 +263,7 @@ def _moved_lines(feature: Feature, width: int) -> list[Line]:
     return [((name, "label"), (visible(fit(in_row(moved), space)), "text")) for name, moved in rows if moved]
 
 
-def _context_line(context: ActivatingExample, largest: float, width: int) -> Line:
+def context_line(context: ActivatingExample, largest: float, width: int) -> Line:
     """Return an example, truncated at both ends to the width, with each token shaded by the latent's activation."""
     space = max(0, width - _ACT_CELLS)
     spans = [(visible(readable(token.text)), shade(token.act, largest)) for token in context.tokens]

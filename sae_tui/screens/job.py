@@ -21,6 +21,7 @@ from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.logs import EVALUATION, n_logs_of
 from sae_tui.jobs.view.program_use import ProgramReader, ProgramUse
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.watched import has_watched
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.card import CardScreen
@@ -31,6 +32,7 @@ from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.screens.offers import offers_for
+from sae_tui.screens.watched import WatchedScreen
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
@@ -52,6 +54,7 @@ _KEYS = [
         "continue",
         "card",
         "features",
+        "watched",
         "evaluate",
         "export",
         "log",
@@ -63,7 +66,7 @@ _KEYS = [
     )
 ]
 _USE_EVERY_S = 3.0
-_OF_SAES = frozenset(("evaluate", "open_card", "open_features", "export", "copy_snippet", "next_rank"))
+_OF_SAES = frozenset(("evaluate", "open_card", "open_features", "open_watched", "export", "copy_snippet", "next_rank"))
 _BESIDE_FROM = 120  # minimum width to show the settings next to the other panels
 
 
@@ -83,6 +86,8 @@ class JobScreen(Evaluates, FramedScreen):
         Binding("v", "open_card", "Card", id="job.card", tooltip="The report card of its SAE: all measurements"),
         Binding("f", "open_features", "Features", id="job.features",
                 tooltip="Max-activating examples of its latents"),
+        Binding("w", "open_watched", "Watched", id="job.watched",
+                tooltip="Snapshots of the latents that it watches while it trains"),
         Binding("e", "evaluate", "Evaluate", id="job.evaluate",
                 tooltip="Choose what to measure: rows, in the model, probes"),
         Binding("right_square_bracket", "next_rank(1)", "Rank", key_display="]", id="job.rank",
@@ -250,6 +255,7 @@ class JobScreen(Evaluates, FramedScreen):
         hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export", "job.load"}
         hidden |= {"job.evaluate"} if job.evaluation else set()
         hidden |= set() if has_features(data, self.job_id) else {"job.features"}
+        hidden |= set() if has_watched(data.run(self.job_id).root) else {"job.watched"}
         hidden |= set() if n_logs_of(job) > 1 else {"job.rank"}
         is_program = kind_of(job.config).is_program
         hidden |= {"job.metrics", "job.all_metrics"} if is_program and not detail.series else set()
@@ -339,6 +345,13 @@ class JobScreen(Evaluates, FramedScreen):
 
     def action_open_features(self) -> None:
         self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))
+
+    def action_open_watched(self) -> None:
+        if has_watched(self.session.data.run(self.job_id).root):
+            self.app.push_screen(WatchedScreen(self.session, self.job_id, self.member))
+        else:
+            message = "This job has stored no snapshots of latents; train.watch_latents stores some."
+            self.notify(message, severity="warning", markup=False)
 
     def action_next_rank(self, by: int) -> None:
         detail = self.session.detail

@@ -10,6 +10,7 @@ import pytest
 from cli.conftest import Shell
 from support.features import EFFECTS, MOVED, OF_PARTS, SCALING, SPREAD, features_file
 from support.stores import put_store
+from support.watched import put_watched, snapshot
 
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.runs.latent_notes import NOTES
@@ -280,3 +281,32 @@ def test_each_sae_of_a_sweep_has_its_own_notes(shell: Shell, tmp_path: Path) -> 
     assert [shell.json("features", tmp_path, 0, "--sae", one)["starred"] for one in ("k=16", "k=8")] == [False, True]
     (line,) = shell.errors("annotate", tmp_path, 0, "--star", code=1)
     assert line.endswith('--sae: give one of "k=16", "k=8"')
+
+
+def test_the_snapshots_of_watched_latents_are_listed_and_shown(shell: Shell, job_id: int) -> None:
+    (line,) = shell.errors("features", job_id, "--watched", code=1)
+    assert line.endswith("no snapshots of latents are stored; train.watch_latents stores some")
+    run = shell.data.run(job_id).root
+    put_watched(run, snapshot(100), snapshot(200))
+    head, *rows = shell.run("features", job_id, "--watched").stdout.splitlines()
+    assert head.split() == ["STEP", "LATENT", "WHY", "DENSITY", "COSINE", "FIRES", "ON"]
+    assert rows[0].split() == ["100", "12", "asked", "1.000%", "-", "w12s100"]
+    assert rows[3].split() == ["200", "77", "new", "2.000%", "0.875", "w77s200"]
+    lines = shell.run("features", run, 77, "--watched").stdout.splitlines()
+    assert lines[2] == "step 200: new, density 2.000%, cosine 0.875"
+    assert lines[3].split() == ["2.00", "the[", "w77s200]", "ran"]
+    of_both = shell.json("features", job_id, 77, "--watched")
+    assert [(one["step"], one["latent"], one["cosine"]) for one in of_both] == [(100, 77, None), (200, 77, 0.875)]
+    assert of_both[0]["contexts"][0]["tokens"][1] == {"text": " w77s100", "act": 2.0}
+
+
+def test_wrong_uses_of_the_flag_for_watched_latents_are_refused(shell: Shell, job_id: int) -> None:
+    run = shell.data.run(job_id).root
+    put_watched(run, snapshot(100))
+    (line,) = shell.errors("features", job_id, 5, "--watched", code=1)
+    assert line.endswith("LATENT: latent 5 was not watched")
+    (line,) = shell.errors("features", job_id, "--watched", "--sae", "k=2", code=1)
+    assert "--sae" in line
+    for flag, value in (("--search", "a"), ("--text", "a")):
+        (line,) = shell.errors("features", job_id, "--watched", flag, value, code=2)
+        assert f"{flag}: cannot be combined with --watched" in line

@@ -20,6 +20,7 @@ from support.commands import command_file, record_series
 from support.features import features_file
 from support.report_cards import put_card
 from support.tui import NOW, StillHost, StillMonitor, record_job, record_metrics, wait_until
+from support.watched import put_watched, snapshot
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -38,6 +39,7 @@ from sae_tui.screens import steer
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.doctor import DoctorScreen
+from sae_tui.screens.watched import LatentTexts
 from sae_tui.settings import Settings
 from sae_tui.start import other_hosts
 from sae_tui.terminal.plain import Plain
@@ -212,6 +214,13 @@ def _record_evaluated(data: DataDir) -> None:
     change_note(data.sae(job_id), 1, lambda note: replace(note, starred=True, name="articles"))
 
 
+def _record_watched(data: DataDir) -> None:
+    """Record a finished job that stored snapshots of two latents."""
+    job_id = record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, fvu=0.142, l0=32.0)
+    record_metrics(data, job_id)
+    put_watched(data.run(job_id).root, *[snapshot(step) for step in (100, 200, 300, 400)])
+
+
 def _record_failed(data: DataDir) -> None:
     job_id = record_job(data, "gpt2-l6-k64", JobState.FAILED, error=FAILURE, gpu_ids=(0, 1), world_size=2,
                         gpu_uuids=(uuid_of(0), uuid_of(1)), total_steps=400)  # fmt: skip
@@ -331,6 +340,7 @@ SCENES = (
     Scene("metrics", record_running, _at("enter", "a")),
     Scene("log", record_running, _at("enter", "l", ready=_says(LogView, "step 200"))),
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
+    Scene("watched latents", _record_watched, _at("enter", "w", ready=_says(LatentTexts, "last snapshot"))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
     Scene("text", _record_evaluated, _with_model("T", TRIED, _says(TokenText, "shepherd"))),
     Scene("steer", _record_evaluated, _with_model("S", "The king", _says(SteeredText, "KL"))),

@@ -138,11 +138,12 @@ class Contexts:
     def examples(self, latent: int, tokens: Sequence[bytes]) -> list[ActivatingExample]:
         """Return the contexts of one latent, strongest first; `tokens` contains each token's bytes."""
         found = []
-        for best, ids, acts in zip(self._best[latent], self._token_ids[latent], self._acts[latent], strict=True):
-            places = torch.nonzero(ids != NO_TOKEN).flatten().tolist()
+        columns = (one[latent].tolist() for one in (self._best, self._token_ids, self._acts))
+        for best, ids, acts in zip(*columns, strict=True):
+            places = [place for place, one in enumerate(ids) if one != NO_TOKEN]
             if best > 0:
-                texts = [tokens[one] if 0 <= one < len(tokens) else b"" for one in ids[places].tolist()]
-                found.append(example_of(texts, acts[places].tolist(), places.index(BEFORE)))
+                texts = [tokens[ids[place]] if 0 <= ids[place] < len(tokens) else b"" for place in places]
+                found.append(example_of(texts, [acts[place] for place in places], places.index(BEFORE)))
         return found
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:

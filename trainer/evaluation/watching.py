@@ -330,6 +330,9 @@ class Watcher:
         sae = self._saes[label]
         rows = self._rows[learner.hook] if self._rows else None
         contexts = _contexts(acts, rows.origin) if acts is not None and rows and rows.origin else None
+        shares = largest = None
+        if acts is not None and len(acts):
+            shares, largest = (acts > 0).double().mean(0).tolist(), acts.amax(0).tolist()
         latents = []
         for place, (latent, why) in enumerate(sae.why.items()):
             last = sae.directions.get(latent)
@@ -340,9 +343,9 @@ class Watcher:
                     latent,
                     why,
                     density=float(sae.firings.n_fired[latent]) / n if n else None,
-                    heldout_density=float((acts[:, place] > 0).double().mean()) if acts is not None else None,
+                    heldout_density=None if shares is None else shares[place],
                     cosine=None if last is None else float(cosine_similarity(last, directions[latent], dim=0)),
-                    largest=float(acts[:, place].max()) if acts is not None and len(acts) else None,
+                    largest=None if largest is None else largest[place],
                     contexts=tuple(map(WatchedContext.of, examples)),
                 )
             )

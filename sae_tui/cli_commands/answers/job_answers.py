@@ -17,6 +17,7 @@ from sae_tui.jobs.launch.ways import JobRow
 from sae_tui.jobs.view.past_runs import SIZES
 from sae_tui.jobs.view.postmortem import Postmortem
 from sae_tui.jobs.view.quality import Estimate
+from sae_tui.jobs.watched import WatchedRow
 from trainer.contract.answers.interaction import FiringLatent, Generated, MovedToken, TextRead, TextToken, TokenKl
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
@@ -491,6 +492,23 @@ _EXPLAINED = fields(
         "latents": (list_of(_EXPLANATION), "Stored explanations of the chosen latents or, by default, of all."),
     },
 )
+_WATCHED = typed(
+    "WatchedLatent",
+    WatchedRow,
+    {
+        "step": "Steps before the snapshot.",
+        "tokens": "Tokens before the snapshot.",
+        "sae": 'Label of the SAE in a sweep; "" for a single SAE.',
+        "latent": "Number of the latent.",
+        "why": "asked (named in the job), new (came alive) or dying.",
+        "density": "Share of the training tokens since the last snapshot on which it fired; null if unknown.",
+        "heldout_density": "Share of the held-out rows on which it fires; null if unknown.",
+        "cosine": "Cosine of the decoder direction with the one at the last snapshot; null at the first.",
+        "largest": "Largest activation on the held-out rows; null if unknown.",
+        "contexts": "Max-activating examples from the held-out rows; empty if the tokens are unknown.",
+    },
+    {"contexts": list_of(_CONTEXT)},
+)
 _FEATURE = typed(
     "Latent",
     Feature,
@@ -711,10 +729,12 @@ ANSWERS: dict[str, Schema] = {
     "arena": answer("sae-tui arena --json", _ARENA),
     "diff": answer("sae-tui diff --json; with --detach the launched job", _DIFF, _LAUNCHED, _JOB_FILE),
     "features": answer(
-        "sae-tui features --json: all latents, or the one that you name; with --text the tokens of the text",
+        "sae-tui features --json: all latents, or the one that you name; with --text the tokens of the text; with"
+        " --watched the latents at each snapshot",
         list_of(_FEATURE),
         _FEATURE,
         _TEXT,
+        list_of(_WATCHED),
     ),
     "steer": answer("sae-tui steer --json", _STEERED),
     "annotate": answer("sae-tui annotate --json: all notes, or the one on a latent", list_of(_NOTE), _NOTE),
