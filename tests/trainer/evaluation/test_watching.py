@@ -254,6 +254,57 @@ def test_watching_does_not_change_the_weights(make_job, make_trainer, kept, tmp_
     assert all(torch.equal(plain[name], own[name]) for name in plain)
 
 
+def killed(job: JobConfig, start_ranks: Callable[..., Any], run: Path, eventually: Callable[..., None]) -> None:
+    """Start a run, and kill it as soon as it has stored a checkpoint and three snapshots."""
+    ranks = start_ranks(job, 1, run_dir=run)
+    eventually(lambda: (run / "checkpoints" / "step-00000010").exists() and len(read_watched(run)) >= 3)
+    ranks.processes[0].kill()
+    assert ranks.wait() != [EXIT_FINISHED]
+
+
+def test_a_killed_run_that_is_resumed_has_the_snapshots_of_a_whole_run(
+    make_job, start_ranks, eventually, tmp_path: Path
+) -> None:
+    train = {**EACH, "n_steps": 400, "watch_latents": [3, "new", "dying"], "checkpoint_every": 10}
+    job = make_job(train=train | {"keep_checkpoints": 100, "checkpoint_every_minutes": 0})
+    assert start_ranks(job, 1, run_dir=tmp_path / "whole").wait() == [EXIT_FINISHED]
+    killed(job, start_ranks, tmp_path / "run", eventually)
+    start = tmp_path / "run" / "checkpoints" / "step-00000010"
+    assert start_ranks(job, 1, run_dir=tmp_path / "run", attempt=2, resume_from=start).wait() == [EXIT_FINISHED]
+    whole, found = ({(one.step, one.label): one for one in read_watched(tmp_path / name)} for name in ("whole", "run"))
+    for key in found.keys() & whole.keys():
+        assert found[key] == whole[key]
+    assert {step for step, _ in whole if step % 5 == 0} <= {step for step, _ in found}
+    assert len((tmp_path / "run" / WATCHED).read_text().splitlines()) == len(found)
+
+
+def test_a_feature_that_appears_only_later_in_the_data_is_reported(
+    make_job, make_trainer, kept, tmp_path: Path, activations: Path
+) -> None:
+    # Four rows per batch have the planted direction, but only after step 17. Latent 11 reads nothing else.
+    job = make_job(
+        train={"n_steps": 30, "eval_every": 5, "lr": 1e-9, "watch_latents": ["new"]},
+    )
+    trainer = watched(make_trainer, job, kept, tmp_path)
+    sae = trainer.learners[""].sae
+    with torch.no_grad():
+        sae.b_enc[11] = -1e5
+        sae.W_enc[:, 11] = 0.0
+        sae.W_enc[0, 11] = 1e3
+    accumulate = trainer.learners[""].accumulate
+
+    def planted(x: torch.Tensor, y: torch.Tensor, of_all: int | None = None, *, is_last: bool = False) -> None:
+        rows = x.clone()
+        rows[:4, 0] += 1e6 * (trainer.position.step >= 17)
+        accumulate(rows, rows, of_all, is_last=is_last)
+
+    trainer.learners[""].accumulate = planted  # type: ignore[method-assign]
+    assert trainer.run()
+    first = next(one.step for one in read_watched(tmp_path) if 11 in [latent.latent for latent in one.latents])
+    assert first == 20
+    assert any("latent 11 came alive at step 20" in message for kind, _, message in kept.events)
+
+
 WRITER = """
 import sys
 from pathlib import Path
