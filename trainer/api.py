@@ -201,6 +201,7 @@ _NOT_HERE = {
     "eval_every": "the rows of held_out are measured at the end",
     "report_card": "the rows of held_out are measured at the end",
     "halving": "only one SAE is trained",
+    "watch_latents": "only runs of job files store snapshots",
     **{
         name: "fitted.save writes all files"
         for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")
