@@ -86,7 +86,7 @@ class JobScreen(Evaluates, FramedScreen):
         Binding("v", "open_card", "Card", id="job.card", tooltip="The report card of its SAE: all measurements"),
         Binding("f", "open_features", "Features", id="job.features",
                 tooltip="Max-activating examples of its latents"),
-        Binding("w", "open_watched", "Watched", id="job.watched",
+        Binding("W", "open_watched", "Watched", id="job.watched",
                 tooltip="Snapshots of the latents that it watches while it trains"),
         Binding("e", "evaluate", "Evaluate", id="job.evaluate",
                 tooltip="Choose what to measure: rows, in the model, probes"),

@@ -340,7 +340,7 @@ SCENES = (
     Scene("metrics", record_running, _at("enter", "a")),
     Scene("log", record_running, _at("enter", "l", ready=_says(LogView, "step 200"))),
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
-    Scene("watched latents", _record_watched, _at("enter", "w", ready=_says(LatentTexts, "last snapshot"))),
+    Scene("watched latents", _record_watched, _at("enter", "W", ready=_says(LatentTexts, "last snapshot"))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
     Scene("text", _record_evaluated, _with_model("T", TRIED, _says(TokenText, "shepherd"))),
     Scene("steer", _record_evaluated, _with_model("S", "The king", _says(SteeredText, "KL"))),

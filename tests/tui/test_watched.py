@@ -34,7 +34,7 @@ async def opened(pilot: Pilot[Any], app: SaeApp) -> WatchedScreen:
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(app.session.jobs[0].id)
     await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
-    await pilot.press("w")
+    await pilot.press("W")
     await wait_until(pilot, lambda: isinstance(app.screen, WatchedScreen) and app.screen.snapshot)
     screen = app.screen
     assert isinstance(screen, WatchedScreen)
@@ -124,7 +124,7 @@ async def test_a_job_without_snapshots_says_which_setting_stores_them(make_app: 
         await wait_until(pilot, lambda: app.session.jobs)
         app.session.go.open_job(app.session.jobs[0].id)
         await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
-        await pilot.press("w")
+        await pilot.press("W")
         await wait_until(pilot, lambda: list(app._notifications))
         assert "train.watch_latents" in next(iter(app._notifications)).message
 
