@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -43,6 +45,8 @@ MOST_LATENTS, _BAR = 10, 24
 def read_text(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print a text's tokens with the strongest latents of each or, with a latent, its activation on each token."""
     with _started(context, flags) as interaction:
+        if flags.latent is not None and flags.latent >= (n := interaction.n_latents):
+            raise UserError(f"LATENT: latent {flags.latent} does not exist; the SAE has latents 0 to {n - 1:,}")
         (answer,) = interaction.ask(ReadText(flags.text, flags.chat))
     assert isinstance(answer, TextRead)
     if context.as_json:
@@ -165,18 +169,24 @@ def _show_latent(tokens: Sequence[TextToken], latent: int) -> None:
 def _generated(interaction: Interaction, request: Generate) -> Generated:
     """Return both continuations; show them on a terminal while they are generated. Ctrl+C ends them early."""
     live = _LiveColumns()
-    answers = interaction.ask(request)
-    while True:
-        try:
-            answer = next(answers)
-        except KeyboardInterrupt:
-            interaction.stop()
-            continue
-        if isinstance(answer, Generated):
-            live.clear()
-            return answer
-        if isinstance(answer, Continued):
-            live.show(answer.plain, answer.steered)
+    with _stopped_by_ctrl_c(interaction):
+        for answer in interaction.ask(request):
+            if isinstance(answer, Continued):
+                live.show(answer.plain, answer.steered)
+    live.clear()
+    assert isinstance(answer, Generated)
+    return answer
+
+
+@contextlib.contextmanager
+def _stopped_by_ctrl_c(interaction: Interaction) -> Iterator[None]:
+    """Within the context, Ctrl+C ends the generation, whose last answer still comes."""
+    # The interrupted thread may hold the lock that `stop` needs.
+    kept = signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=interaction.stop, daemon=True).start())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, kept)
 
 
 class _LiveColumns:

@@ -44,6 +44,12 @@ _PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 _ENDED = "the model's process was ended"
 
 
+def _whole(model: str) -> str:
+    """Return the absolute path of a model's folder or file; a name on the hub is returned unchanged."""
+    path = os.path.expanduser(model)
+    return os.path.abspath(path) if os.path.exists(path) else model
+
+
 class Interaction:
     """A process with an SAE and its language model, which ends once its input is closed, as when this process ends.
 
@@ -64,7 +70,13 @@ class Interaction:
             raise UserError("another process took the free GPU; try again, or use the CPU")
         pinned = VENDORS[gpu.vendor].pin([gpu.uuid]) if gpu else {}
         argv = [*(command or named_python.command(python, "interact")), "--json"]
-        argv += ["--device", "cuda" if gpu else "cpu", *(["--model", model] if model else []), "--", str(folder)]
+        argv += [
+            "--device",
+            "cuda" if gpu else "cpu",
+            *(["--model", _whole(model)] if model else []),
+            "--",
+            str(folder),
+        ]
         reading, writing = os.pipe()
         environment = {
             **_PASSIVE,
@@ -76,10 +88,12 @@ class Interaction:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._progress = open(reading, "rb", buffering=0)  # noqa: SIM115
         self._asking, self._writing = threading.Lock(), threading.Lock()
+        # The number of latents, known once `start` has returned.
+        self.n_latents = 0
         try:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, cwd="/", env=environment,
-                pass_fds=[writing],
+                pass_fds=[writing], start_new_session=True,  # Ctrl+C in the terminal must not reach the process
             )  # fmt: skip
         except OSError as error:
             self._release()
@@ -105,6 +119,7 @@ class Interaction:
                 if self._process.stdout in ready:
                     answer = self._answer()
                     assert isinstance(answer, Ready)
+                    self.n_latents = answer.n_latents
                     return answer
                 try:
                     read = self._progress.read(4096)
@@ -124,13 +139,19 @@ class Interaction:
         """
         with self._asking:
             self._send(request)
-            while True:
-                answer = self._answer()
-                if isinstance(answer, Refused):
-                    raise UserError(answer.message)
-                yield answer
-                if not isinstance(answer, Continued):
-                    return
+            is_answered = False
+            try:
+                while not is_answered:
+                    answer = self._answer()
+                    is_answered = not isinstance(answer, Continued)
+                    if isinstance(answer, Refused):
+                        raise UserError(answer.message)
+                    yield answer
+            finally:
+                if not is_answered:
+                    # The next request would get the answers to this one.
+                    self._process.kill()
+                    self._process.wait()
 
     def stop(self) -> None:
         """End the current generation early; `ask` then yields its last answer."""

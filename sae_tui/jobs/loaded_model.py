@@ -18,6 +18,7 @@ from trainer.contract.errors import UserError, sentence
 from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.paths import DataDir
 from trainer.contract.progress import Reached
+from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.rows import Job
 
 # The process ends if nothing was asked for this long. A process with a GPU keeps other jobs from using it.
@@ -89,6 +90,8 @@ class LoadedModel:
         self._now: _Pending | None = None
         self._interaction: Interaction | None = None
         self._loaded: tuple[ChosenSae, Loaded] | None = None
+        # The state of the files that the process has read.
+        self._read_from: list[tuple[int, int]] = []
         self._has_thread = self._is_closed = self._has_gpu = False
 
     def ask(
@@ -197,9 +200,12 @@ class LoadedModel:
 
     def _opened(self, pending: _Pending) -> tuple[Interaction, Loaded]:
         """Return the process that has the SAE loaded; start one if there is none."""
-        if self._interaction and self._loaded and not self._interaction.has_ended and self._loaded[0] == pending.sae:
+        files = self._files(pending.sae)
+        is_same = self._loaded is not None and self._loaded[0] == pending.sae and self._read_from == files
+        if self._interaction and self._loaded and is_same and not self._interaction.has_ended:
             return self._interaction, self._loaded[1]
         self._end()
+        self._read_from = files
         since = time.monotonic()
         self._report(pending, Loading("", since))
         interaction, device = self._started(pending.sae)
@@ -213,6 +219,13 @@ class LoadedModel:
         with self._changed:
             self._loaded = pending.sae, loaded
         return interaction, loaded
+
+    def _files(self, sae: ChosenSae) -> list[tuple[int, int]]:
+        """Return the state of the SAE's files, which an evaluation or another export replaces."""
+        folder = self._data.sae(sae.job_id) / sae.label
+        with contextlib.suppress(OSError):
+            return [(one.stat().st_ino, one.stat().st_mtime_ns) for one in (folder / "cfg.json", folder / FEATURES)]
+        return []
 
     def _started(self, sae: ChosenSae) -> tuple[Interaction, str]:
         """Start the process, and describe the device it uses."""

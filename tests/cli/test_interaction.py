@@ -16,6 +16,7 @@ from support.model_saes import write_sae
 from support.tiny_models import make_model
 
 import sae_tui
+from trainer.contract.answers.interaction import Generate, Steered
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES
 
@@ -72,6 +73,8 @@ def test_a_prompt_is_continued_with_and_without_steering(shell, sae: Path) -> No
         (["steer", "SAE", 0, "--prompt", "a", "--temperature", "hot"], 2, "--temperature: must be a number from 0"),
         (["steer", "SAE", 0, "--prompt", "a", "--strength", "inf"], 2, "--strength: must be a number such as 2"),
         (["steer", "SAE", 0, "--prompt", "a", "--sae", "k=2"], 1, "--sae: the run has only one SAE"),
+        (["features", "SAE", 2, "--text", "a cat"], 1, "latent 2 does not exist; the SAE has latents 0 to 1"),
+        (["steer", "SAE", 0, "--prompt", "a cat", "--strength", 1e39], 1, "not finite; use a smaller strength"),
         (["features", "SAE", "--chat"], 2, "--chat: needs --text"),
         (["features", "SAE", "--text", "a", "--search", "b"], 2, "--search: cannot be combined with --text"),
         (["steer", "/nowhere", 0, "--prompt", "a"], 1, "/nowhere has no exported SAE"),
@@ -98,6 +101,45 @@ def test_requests_and_answers_are_lines_of_json(sae: Path) -> None:
     assert done.returncode == 0, done.stderr
     events = [json.loads(line)["event"] for line in done.stdout.splitlines()]
     assert events == ["ready", "refused", "text", "continued", "continued", "generated", "refused"]
+
+
+def test_ctrl_c_ends_a_generation_and_keeps_it(sae: Path) -> None:
+    words = ["steer", str(sae), "0", "--prompt", "the dog ran over the hill", "--tokens", "20", "--json", "--add"]
+    words += ["--temperature", "1", "--seed", "3"]
+    code = f"""
+import os, signal, sys, threading
+from sae_tui.cli_commands import interaction
+from sae_tui.jobs.interaction import Interaction
+whole = Interaction.ask
+def ask(self, request):
+    for number, answer in enumerate(whole(self, request)):
+        if not number:
+            # As a terminal does: to all processes in the group.
+            os.killpg(os.getpgid(0), signal.SIGINT)
+        yield answer
+Interaction.ask = ask
+from sae_tui.cli import main
+sys.exit(main({words!r}))
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, start_new_session=True)
+    assert done.returncode == 0, done.stderr
+    assert 1 <= json.loads(done.stdout)["n_tokens"] <= 20
+
+
+def test_an_abandoned_request_never_answers_the_next_one(sae: Path) -> None:
+    with sae_tui.load(sae) as latents:
+        latents.read("the dog")
+        answers = latents._running().ask(Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=20))
+        next(answers)
+        answers.close()  # type: ignore[attr-defined]
+        assert "".join(token.text for token in latents.read("a small cat")) == "a small cat"
+
+
+def test_the_process_ends_without_an_error_if_no_request_comes(sae: Path) -> None:
+    argv = [sys.executable, "-m", "trainer", "interact", str(sae), "--device", "cpu", "--idle", "1"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.wait(120) == 0, process.stderr and process.stderr.read()
 
 
 def test_an_sae_is_loaded_with_its_latents_and_its_model(sae: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import msgspec
 import torch
@@ -34,7 +34,8 @@ def serve(folder: Path, device: torch.device, model: str | None, idle_s: float) 
 
     Raise `UserError` if the SAE or the model cannot be loaded.
     """
-    requests = _Requests(sys.stdin.buffer)
+    # Python would abort at the end if the thread were still waiting for a buffered stream.
+    requests = _Requests(open(sys.stdin.fileno(), "rb", buffering=0, closefd=False))  # noqa: SIM115
     with Progress("loading"):
         interaction = Interaction(folder, device, model)
     _write(interaction.ready)
@@ -46,12 +47,12 @@ def serve(folder: Path, device: torch.device, model: str | None, idle_s: float) 
 class _Requests:
     """Reads requests in a thread, so that `Stop` ends a generation; `is_stopped` is set once it has arrived."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self.is_stopped = threading.Event()
         self._read: queue.Queue[Request | Refused | None] = queue.Queue()
         threading.Thread(target=self._read_all, args=(stream,), name="requests", daemon=True).start()
 
-    def _read_all(self, stream: BinaryIO) -> None:
+    def _read_all(self, stream: IO[bytes]) -> None:
         while line := stream.readline(MOST_REQUEST_BYTES):
             request = _parsed(line)
             if isinstance(request, Stop):

@@ -156,6 +156,8 @@ class Interaction:
         after = torch.ones(1, len(ids) - n_prompt, dtype=torch.bool)
         with self._steering(edit, torch.cat([counted, after], dim=1)):
             logits = self._model.continued(torch.tensor([ids, ids]), None).cpu()
+        if not logits.isfinite().all():
+            raise UserError("the predictions of the steered model are not finite; use a smaller strength")
         plain, steered = logits.log_softmax(-1)
         kl = (plain.exp() * (plain - steered)).sum(-1).clamp_min(0)
         at = n_prompt - 1

@@ -41,7 +41,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request")
     only_generated: bool = False
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATED)] = 30
     temperature: Annotated[float, msgspec.Meta(ge=0, le=MOST_TEMPERATURE)] = 0.0
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="request"):
