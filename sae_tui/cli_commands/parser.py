@@ -674,6 +674,16 @@ def _add_job_commands(add: Add) -> None:
 
 
 def _add_finding(add: Add) -> None:
+    _add_jobs(add)
+    _add_compare(add)
+    _add_eval(add)
+    _add_features(add)
+    _add_explain(add)
+    _add_steer(add)
+    _add_annotate(add)
+
+
+def _add_jobs(add: Add) -> None:
     find = add("jobs", "jobs.show_jobs", "List the jobs, newest first")
     words = "list only jobs that match all of these: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
@@ -683,6 +693,9 @@ def _add_finding(add: Add) -> None:
     find.add_argument("--limit", type=positive, metavar="N", help="list only the first N jobs")
     each = "list every job of an array; by default, an array is one line unless a filter is given"
     find.add_argument("--all", action="store_true", help=each)
+
+
+def _add_compare(add: Add) -> None:
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")
     _complete_ids(ids)
@@ -699,6 +712,9 @@ def _add_finding(add: Add) -> None:
     look.add_argument("--svg", type=Path, metavar="FILE", help="write the curves as an SVG image")
     look.add_argument("--csv", type=Path, metavar="FILE", help="write the values of the curves as CSV")
     look.add_argument("--force", action="store_true", help="overwrite existing files")
+
+
+def _add_eval(add: Add) -> None:
     judge = add("eval", "evaluation.evaluate", "Evaluate the SAE of a job that has ended, in the background")
     _job_id(judge)
     spliced = "also measure the loss of the language model patched with the SAE: auto, or an extraction's job file"
@@ -726,6 +742,9 @@ def _add_finding(add: Add) -> None:
         action="store_true",
         help="wait until the evaluation has ended; exit codes: 0 if it succeeded, otherwise 1",
     )
+
+
+def _add_features(add: Add) -> None:
     latents = add("features", "features.features", "Show an SAE's latents and their max-activating examples")
     run = latents.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
     _complete_ids(run)
@@ -750,7 +769,6 @@ def _add_finding(add: Add) -> None:
         " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
         " latents with a larger relative norm",
     )
-    _add_explain(add)
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="list at most N; default: %(default)s")
@@ -763,6 +781,9 @@ def _add_finding(add: Add) -> None:
         "--text", metavar="TEXT", help="read this text with the language model: each token's strongest latents"
     )
     _add_interaction(latents, "with --text: ")
+
+
+def _add_steer(add: Add) -> None:
     steered = add("steer", "interaction.steer", "Continue a prompt with latents set to other values, and without")
     _complete_ids(steered.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run"))
     steered.add_argument("latents", type=rank, nargs="+", metavar="LATENT", help="latents to steer together")
@@ -784,7 +805,6 @@ def _add_finding(add: Add) -> None:
     steered.add_argument("--seed", type=rank, default=0, metavar="N", help="seed of both continuations; default: 0")
     steered.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
     _add_interaction(steered)
-    _add_annotate(add)
 
 
 def _add_interaction(command: argparse.ArgumentParser, of: str = "") -> None:

@@ -81,21 +81,10 @@ def evaluate(
     refinement. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has
     exported the SAE. Raise `UserError` if a file cannot be read.
     """
-    if n_tokens is not None and model is None:
-        raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")
-    if n_sets is not None and not is_probed:
-        raise UsageError("--sets: requires --probe; add --probe, or leave out --sets")
-    if is_probed and model is None:
-        raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
-    if n_effect_tokens is not None and not has_effects:
-        raise UsageError("--effect-tokens: requires --effects; add --effects, or leave out --effect-tokens")
-    if has_effects and model is None:
-        raise UsageError("--effects: needs --model; add --model auto, or --model with an extraction's job file")
-    for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
-        if is_given and not data:
-            raise UsageError(f"{flag}: needs --data; give the activations to measure on")
-    if refine and keeps_rows:
-        raise UsageError("--refine: is measured on rows; leave out --keep-rows")
+    _refuse_contradictions(
+        model=model, data=data, targets=targets, given=given, n_tokens=n_tokens, has_effects=has_effects,
+        n_effect_tokens=n_effect_tokens, is_probed=is_probed, n_sets=n_sets, keeps_rows=keeps_rows, refine=refine,
+    )  # fmt: skip
     if path.is_file():
         raise UsageError(f"{path} is a file, but an SAE needs a folder for its report card; give a folder or import it")
     if is_folder_of_saes(path):
@@ -137,6 +126,38 @@ def evaluate(
     with Progress("evaluating", times):
         found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on, keeps_rows=keeps_rows)
     return [one.as_json() for one in found]
+
+
+def _refuse_contradictions(
+    *,
+    model: str | None,
+    data: Sequence[str] | None,
+    targets: str | None,
+    given: Given,
+    n_tokens: int | None,
+    has_effects: bool,
+    n_effect_tokens: int | None,
+    is_probed: bool,
+    n_sets: int | None,
+    keeps_rows: bool,
+    refine: int,
+) -> None:
+    """Raise `UsageError` if a flag is given that needs, or excludes, another one."""
+    if n_tokens is not None and model is None:
+        raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")
+    if n_sets is not None and not is_probed:
+        raise UsageError("--sets: requires --probe; add --probe, or leave out --sets")
+    if is_probed and model is None:
+        raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
+    if n_effect_tokens is not None and not has_effects:
+        raise UsageError("--effect-tokens: requires --effects; add --effects, or leave out --effect-tokens")
+    if has_effects and model is None:
+        raise UsageError("--effects: needs --model; add --model auto, or --model with an extraction's job file")
+    for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
+        if is_given and not data:
+            raise UsageError(f"{flag}: needs --data; give the activations to measure on")
+    if refine and keeps_rows:
+        raise UsageError("--refine: is measured on rows; leave out --keep-rows")
 
 
 def _planned(
