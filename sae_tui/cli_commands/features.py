@@ -36,7 +36,7 @@ from sae_tui.jobs.features import (
 )
 from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
-from sae_tui.jobs.watched import cells_of, fires_on, rows_of
+from sae_tui.jobs.watched import cells_of, rows_of
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done
@@ -121,7 +121,10 @@ def _show_watched(context: CommandContext, flags: argparse.Namespace) -> int:
         heading = ("STEP", *["SAE"] * (len(labels) > 1), "LATENT", "WHY", "DENSITY", "COSINE", "FIRES ON")
         show_table(
             heading,
-            ((one.step, *[one.sae] * (len(labels) > 1), *cells_of(one), fires_on(one.contexts)) for one in rows),
+            (
+                (one.step, *[one.sae] * (len(labels) > 1), *cells_of(one), strongest_tokens(one.contexts))
+                for one in rows
+            ),
         )
         return Exit.DONE
     for one in rows:
@@ -224,7 +227,7 @@ def _cells(one: Feature, *, has_notes: bool) -> tuple[object, ...]:
     more = [f"{one.effect:+.1e}"] if one.effect is not None else []
     more += [f"{part.share:.2f}" for part in one.parts]
     own = [STAR * one.starred, own_title(one)] if has_notes else []
-    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *more, *own, strongest_tokens(one)
+    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *more, *own, strongest_tokens(one.contexts)
 
 
 def _show(feature: Feature, read: Features) -> None:

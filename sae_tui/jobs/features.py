@@ -164,7 +164,7 @@ def _by_part(values: Sequence[float | None]) -> str:
 
 def label(feature: Feature) -> str:
     """Return what a list shows for a latent: its name or else its description, and the tokens on which it fires."""
-    return " · ".join(filter(None, [own_title(feature), strongest_tokens(feature)]))
+    return " · ".join(filter(None, [own_title(feature), strongest_tokens(feature.contexts)]))
 
 
 def own_title(feature: Feature) -> str:
@@ -206,9 +206,9 @@ def score_words(value: float | None, error: float | None) -> str:
     return "" if value is None else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
-def strongest_tokens(feature: Feature) -> str:
-    """Return the distinct tokens on which a latent fires most strongly, strongest first."""
-    tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
+def strongest_tokens(contexts: Iterable[ActivatingExample]) -> str:
+    """Return the distinct tokens on which a latent fires most strongly in some contexts, strongest first."""
+    tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
 
 

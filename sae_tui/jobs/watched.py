@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.features import MOST_TOKENS, readable
 from trainer.contract.runs.features import ActivatingExample
 from trainer.contract.runs.watched import WATCHED, WatchedLatent, WatchedSnapshot, Why
 
@@ -57,9 +56,3 @@ def cells_of(one: WatchedLatent | WatchedRow) -> tuple[str, str, str, str]:
     """Return a latent's number, the reason for watching it, its density and its cosine with the last snapshot."""
     density = "?" if one.density is None else f"{one.density:.3%}"
     return str(one.latent), one.why, density, "" if one.cosine is None else f"{one.cosine:.3f}"
-
-
-def fires_on(examples: Sequence[ActivatingExample]) -> str:
-    """Return the distinct tokens on which a latent fires most strongly, strongest first."""
-    tokens = dict.fromkeys(readable(one.tokens[one.at].text).strip() for one in examples)
-    return " ".join(list(filter(None, tokens))[:MOST_TOKENS])

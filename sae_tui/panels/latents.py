@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 from textual import events
@@ -191,33 +191,34 @@ class LatentDetail(LineView, can_focus=True):
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
-        self._shown: tuple[Feature, Features] | None = None
-        self._instead = ""
+        self._title = ""
+        self._make: Callable[[int], list[Line]] = lambda _: []
 
     def show_feature(self, feature: Feature, features: Features) -> None:
-        self._shown = feature, features
+        star = f" {STAR}" * feature.starred
+        self.show_made(f"Latent {feature.latent}{star}", lambda width: feature_lines(feature, features, width))
         self.scroll_home(animate=False)
-        self._draw()
 
     def show_instead(self, text: str) -> None:
         """Show a message instead of a latent."""
-        self._shown, self._instead = None, text
+        self.show_made("Features", lambda width: _message(text, width))
+
+    def show_made(self, title: str, make: Callable[[int], list[Line]]) -> None:
+        """Show the lines that a function makes for the width."""
+        self._title, self._make = title, make
         self._draw()
 
     def on_resize(self) -> None:
         self._draw()
 
     def _draw(self) -> None:
-        width = self.size.width
-        if not width:
-            return
-        if self._shown:
-            feature = self._shown[0]
-            title: Line = ((f"Latent {feature.latent}{f' {STAR}' * feature.starred}", "title"),)
-            self.show_titled(title, feature_lines(*self._shown, width))
-        else:
-            wrapped = textwrap.wrap(self._instead, max(10, width - 2), break_on_hyphens=False)
-            self.show_titled((("Features", "title"),), [((f" {text}", "dim"),) for text in wrapped])
+        if width := self.size.width:
+            self.show_titled(((self._title, "title"),), self._make(width))
+
+
+def _message(text: str, width: int) -> list[Line]:
+    wrapped = textwrap.wrap(text, max(10, width - 2), break_on_hyphens=False)
+    return [((f" {line}", "dim"),) for line in wrapped]
 
 
 def _wrapped(title: str, text: str, width: int) -> list[Line]:

@@ -14,12 +14,13 @@ from textual.message import Message
 from textual.widgets import Label
 
 from sae_tui.format import fit
-from sae_tui.jobs.watched import cells_of, fires_on
-from sae_tui.panels.latents import SHADE_STYLES, context_line
+from sae_tui.jobs.features import strongest_tokens
+from sae_tui.jobs.watched import cells_of
+from sae_tui.panels.latents import LatentDetail, context_line
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, entitle
-from sae_tui.widgets.lines import PALETTE, Line, LineView
+from sae_tui.widgets.lines import Line
 from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract.errors import UserError
 from trainer.contract.runs.watched import WATCHED, WatchedLatent, WatchedSnapshot, read_watched
@@ -46,38 +47,6 @@ class SnapshotsRead(Message):
     def __init__(self, snapshots: Sequence[WatchedSnapshot], problem: str = "") -> None:
         super().__init__()
         self.snapshots, self.problem = snapshots, problem
-
-
-class LatentTexts(LineView, can_focus=True):
-    """Shows one latent at one snapshot, or a message instead."""
-
-    palette = PALETTE | SHADE_STYLES
-
-    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(id=id)
-        self._shown: tuple[WatchedLatent, WatchedSnapshot] | None = None
-        self._instead = ""
-
-    def show_latent(self, one: WatchedLatent, snapshot: WatchedSnapshot) -> None:
-        self._shown = one, snapshot
-        self._draw()
-
-    def show_instead(self, text: str) -> None:
-        self._shown, self._instead = None, text
-        self._draw()
-
-    def on_resize(self) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        if not (width := self.size.width):
-            return
-        if self._shown:
-            title = f"Latent {self._shown[0].latent}"
-            self.show_titled(((title, "title"),), latent_lines(*self._shown, width))
-        else:
-            wrapped = textwrap.wrap(self._instead, max(10, width - 2), break_on_hyphens=False)
-            self.show_titled((("Latent", "title"),), [((f" {text}", "dim"),) for text in wrapped])
 
 
 def latent_lines(one: WatchedLatent, snapshot: WatchedSnapshot, width: int) -> list[Line]:
@@ -118,8 +87,8 @@ class WatchedScreen(FramedScreen):
     WatchedScreen Horizontal { height: 1fr; }
     WatchedScreen KeyedTable { width: 2fr; height: 1fr; margin-right: 2; }
     WatchedScreen.-framed KeyedTable { margin-right: 0; }
-    WatchedScreen.-framed LatentTexts { padding: 0 1; }
-    WatchedScreen LatentTexts { width: 3fr; height: 1fr; }
+    WatchedScreen.-framed LatentDetail { padding: 0 1; }
+    WatchedScreen LatentDetail { width: 3fr; height: 1fr; }
     """
 
     def __init__(self, session: Session, job_id: int, member: str = "") -> None:
@@ -135,12 +104,12 @@ class WatchedScreen(FramedScreen):
         yield Label("", id="watched-title", markup=False)
         with Horizontal():
             yield KeyedTable(_COLUMNS, id="watched-latents").add_class("panel")
-            yield LatentTexts(id="watched-latent").add_class("panel")
+            yield LatentDetail(id="watched-latent").add_class("panel")
         yield Footer()
 
     def on_mount(self) -> None:
         self.query_one(KeyedTable).focus()
-        self.query_one(LatentTexts).show_instead("Reading …")
+        self.query_one(LatentDetail).show_instead("Reading …")
         self.watch(self.query_one(KeyedTable), "cursor", self._show_latent, init=False)
         self.set_interval(_TICK_S, self._tick)
         self._read()
@@ -182,7 +151,7 @@ class WatchedScreen(FramedScreen):
         self._all = event.snapshots
         labels = self._labels
         if not labels:
-            self.query_one(LatentTexts).show_instead(event.problem or "No snapshot has been stored yet.")
+            self.query_one(LatentDetail).show_instead(event.problem or "No snapshot has been stored yet.")
         elif self.member not in labels:
             self.member = labels[0]
         self.refresh_bindings()
@@ -225,9 +194,11 @@ class WatchedScreen(FramedScreen):
         snapshot, cursor = self.snapshot, self.query_one(KeyedTable).cursor
         chosen = [one for one in snapshot.latents if str(one.latent) == cursor] if snapshot else []
         if snapshot and chosen:
-            self.query_one(LatentTexts).show_latent(chosen[0], snapshot)
+            self.query_one(LatentDetail).show_made(
+                f"Latent {chosen[0].latent}", lambda width: latent_lines(chosen[0], snapshot, width)
+            )
         elif snapshot:
-            self.query_one(LatentTexts).show_instead("No latent is watched at this snapshot.")
+            self.query_one(LatentDetail).show_instead("No latent is watched at this snapshot.")
 
     def _move(self, by: int) -> None:
         snapshots = self._snapshots
@@ -260,5 +231,5 @@ class WatchedScreen(FramedScreen):
 
 
 def _row(one: WatchedLatent) -> Row:
-    cells = (*cells_of(one), fires_on([context.example for context in one.contexts]))
+    cells = (*cells_of(one), strongest_tokens([context.example for context in one.contexts]))
     return Row(str(one.latent), tuple((cell, "text") for cell in cells))

@@ -39,7 +39,6 @@ from sae_tui.screens import steer
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.doctor import DoctorScreen
-from sae_tui.screens.watched import LatentTexts
 from sae_tui.settings import Settings
 from sae_tui.start import other_hosts
 from sae_tui.terminal.plain import Plain
@@ -340,7 +339,7 @@ SCENES = (
     Scene("metrics", record_running, _at("enter", "a")),
     Scene("log", record_running, _at("enter", "l", ready=_says(LogView, "step 200"))),
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
-    Scene("watched latents", _record_watched, _at("enter", "W", ready=_says(LatentTexts, "last snapshot"))),
+    Scene("watched latents", _record_watched, _at("enter", "W", ready=_says(LatentDetail, "last snapshot"))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
     Scene("text", _record_evaluated, _with_model("T", TRIED, _says(TokenText, "shepherd"))),
     Scene("steer", _record_evaluated, _with_model("S", "The king", _says(SteeredText, "KL"))),

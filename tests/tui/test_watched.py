@@ -12,8 +12,9 @@ from textual.pilot import Pilot
 from textual.widgets import Label
 
 from sae_tui.app import SaeApp
+from sae_tui.panels.latents import LatentDetail
 from sae_tui.screens import watched
-from sae_tui.screens.watched import LatentTexts, WatchedScreen
+from sae_tui.screens.watched import WatchedScreen
 from sae_tui.widgets.table import KeyedTable
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.watched import WATCHED
@@ -47,7 +48,7 @@ def title(screen: WatchedScreen) -> str:
 
 
 def texts(screen: WatchedScreen) -> str:
-    return " ".join(screen.query_one(LatentTexts).plain.split())
+    return " ".join(screen.query_one(LatentDetail).plain.split())
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
