@@ -17,7 +17,7 @@ from sae_tui.explain import run as run_module
 from sae_tui.explain.client import Client
 from sae_tui.explain.run import MOST_FAILED, Explainer, Run
 from trainer.contract.errors import UserError
-from trainer.contract.runs.explanations import Explanation, read_explanations
+from trainer.contract.runs.explanations import Explanation, read_explanations, record
 from trainer.contract.runs.features import Features
 
 
@@ -201,3 +201,21 @@ def test_explanations_by_another_model_or_for_other_weights_are_missing(tmp_path
     later = features_of(tmp_path, weights="later")
     assert Explainer(later, "stub").missing(tmp_path, [0, 1, 2]) == [0, 1, 2]
     assert later.feature(0).explanation is None
+
+
+def test_explanations_are_stored_together_if_storing_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_stored = []
+
+    def slow(folder: Path, *explanations: Explanation) -> None:
+        record(folder, *explanations)
+        n_stored.append(len(explanations))
+        # As long as with a large file.
+        threading.Event().wait(0.5)
+
+    monkeypatch.setattr(run_module, "record", slow)
+    with stub_server(knows_the_truth) as server:
+        assert len(explained(tmp_path, features_of(tmp_path), server)) == sum(n_stored) == 12
+    assert n_stored[0] == 1
+    assert len(n_stored) < 12

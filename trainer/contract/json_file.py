@@ -21,6 +21,9 @@ LARGEST = 64 * 2**20
 # The maximum number of characters in an error message, which may quote a long value.
 _LONGEST_REASON = 300
 
+# The beginnings of the lines that git adds around both versions of lines that it cannot merge.
+CONFLICT_MARKS = (b"<<<<<<<", b"|||||||", b"=======", b">>>>>>>")
+
 T = TypeVar("T")
 
 # Types whose msgspec decoders have been built.
@@ -96,6 +99,18 @@ def read_json_lines(file: Path, kind: type[T]) -> list[T]:
 
     Raise `UserError` if the file cannot be read or is too large.
     """
+    values = []
+    for line in raw_lines(file):
+        with contextlib.suppress(ValueError):
+            values.append(decode_as(line, kind))
+    return values
+
+
+def raw_lines(file: Path) -> list[bytes]:
+    """Return the lines of a file that are not blank, without their ends; [] if it does not exist.
+
+    Raise `UserError` if the file cannot be read or is too large.
+    """
     try:
         with open_plain(file) as stream:
             content = stream.read(LARGEST + 1)
@@ -105,16 +120,15 @@ def read_json_lines(file: Path, kind: type[T]) -> list[T]:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
     if len(content) > LARGEST:
         raise UserError(f"{file} is larger than {LARGEST >> 20} MiB; move it away")
-    values = []
-    for line in content.splitlines():
-        with contextlib.suppress(ValueError):
-            values.append(decode_as(line, kind))
-    return values
+    return [line for line in content.split(b"\n") if line.strip()]
 
 
-def write_json_lines(file: Path, values: Iterable[object]) -> None:
-    """Write values atomically as JSON Lines; raise `UserError` if writing fails."""
+def write_lines(file: Path, lines: Iterable[bytes]) -> None:
+    """Write lines atomically; raise `UserError` if writing fails, or if the file would be too large to be read."""
+    content = b"".join(line + b"\n" for line in lines)
+    if len(content) > LARGEST:
+        raise UserError(f"{file} would be larger than {LARGEST >> 20} MiB; move it away")
     try:
-        write_whole(file, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+        write_whole(file, content)
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror or error}") from None

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.stub_llm import explained_file
 
+from trainer.contract import json_file
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json_lines
@@ -71,7 +72,36 @@ def test_damaged_lines_are_left_out_and_the_others_are_kept(tmp_path: Path) -> N
     write_whole(tmp_path / EXPLANATIONS, b"\n".join([*bad, good.splitlines()[0], good.splitlines()[1][:-5]]))
     assert list(read_explanations(tmp_path)) == [1]
     record(tmp_path, one(5))
-    assert [json.loads(line)["latent"] for line in (tmp_path / EXPLANATIONS).read_text().splitlines()] == [1, 5]
+    assert list(read_explanations(tmp_path)) == [1, 5]
+    # What a person or another program has written is never removed.
+    kept = (tmp_path / EXPLANATIONS).read_bytes().splitlines()
+    assert kept[0] == good.splitlines()[0]
+    assert json.loads(kept[1])["latent"] == 5
+    assert kept[2:] == [*filter(None, bad), good.splitlines()[1][:-5]]
+
+
+def test_keys_of_other_programs_are_kept(tmp_path: Path) -> None:
+    line = b'{"latent": 1, "text": "kings", "checked_by": "ada"}'
+    (tmp_path / EXPLANATIONS).write_bytes(line)
+    record(tmp_path, one(5))
+    assert (tmp_path / EXPLANATIONS).read_bytes().splitlines()[0] == line
+
+
+def test_a_file_with_a_merge_conflict_is_not_changed(tmp_path: Path) -> None:
+    record(tmp_path, one(1))
+    content = b"<<<<<<< HEAD\n" + (tmp_path / EXPLANATIONS).read_bytes() + b"=======\n>>>>>>> theirs\n"
+    (tmp_path / EXPLANATIONS).write_bytes(content)
+    with pytest.raises(UserError, match="has marks of a merge conflict; delete them first"):
+        record(tmp_path, one(5))
+    assert (tmp_path / EXPLANATIONS).read_bytes() == content
+
+
+def test_no_file_is_written_that_is_too_large_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path, one(1))
+    monkeypatch.setattr(json_file, "LARGEST", (tmp_path / EXPLANATIONS).stat().st_size + 50)
+    with pytest.raises(UserError, match="would be larger than 0 MiB; move it away"):
+        record(tmp_path, one(2))
+    assert list(read_explanations(tmp_path)) == [1]
 
 
 def test_texts_from_others_are_cut_and_cannot_control_a_terminal(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from trainer.contract.json_file import read_json_lines, write_json_lines
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import CONFLICT_MARKS, decode_as, raw_lines, read_json_lines, write_lines
 from trainer.contract.locks import locked
 from trainer.contract.printable import on_one_line
 
@@ -62,15 +63,27 @@ def of_weights(explanations: Iterable[Explanation], weights: str) -> dict[int, E
 def record(folder: Path, *explanations: Explanation) -> None:
     """Add explanations to the file, replacing older ones of the same latents; raise `UserError` if this fails.
 
-    A failure does not replace a description for the same weights.
+    A failure does not replace a description for the same weights. Lines about other latents are kept as they are, and
+    so are lines that are not explanations.
     """
+    file = folder / EXPLANATIONS
     with locked(folder):
-        known = read_explanations(folder)
+        known: dict[int, tuple[Explanation, bytes]] = {}
+        others = []
+        for line in raw_lines(file):
+            try:
+                one = decode_as(line, Explanation)
+            except ValueError:
+                if line.startswith(CONFLICT_MARKS):
+                    raise UserError(f"{file} has marks of a merge conflict; delete them first") from None
+                others.append(line)
+            else:
+                known[one.latent] = one, line
         for one in map(_shown, explanations):
-            older = known.get(one.latent)
+            older, _ = known.get(one.latent, (None, b""))
             if one.text or not (older and older.text and older.weights == one.weights):
-                known[one.latent] = one
-        write_json_lines(folder / EXPLANATIONS, (known[latent] for latent in sorted(known)))
+                known[one.latent] = one, msgspec.json.encode(one)
+        write_lines(file, [*(known[latent][1] for latent in sorted(known)), *others])
 
 
 def _shown(one: Explanation) -> Explanation:

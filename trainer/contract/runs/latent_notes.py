@@ -20,7 +20,7 @@ import msgspec
 
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import open_plain, write_whole
-from trainer.contract.json_file import LARGEST, decode_as
+from trainer.contract.json_file import CONFLICT_MARKS, LARGEST, decode_as
 from trainer.contract.paths import open_private
 from trainer.contract.printable import CONTROL, is_utf8, printable
 from trainer.contract.runs.how_far import exported_tokens
@@ -28,8 +28,6 @@ from trainer.contract.wording import plural
 
 NOTES = "notes.jsonl"
 LONGEST_NAME, LONGEST_NOTE = 80, 2000
-# Lines that git adds around both versions of a line that it cannot merge.
-_MARKERS = (b"<<<<<<<", b"|||||||", b"=======", b">>>>>>>")
 _CONFLICT = "is a mark of a merge conflict; delete the lines with <<<<<<<, ======= and >>>>>>>, and keep the others"
 _LINK = "it is a symbolic link, and symbolic links are not followed; remove it"
 
@@ -190,7 +188,7 @@ def _problem(file: Path, lines: Iterable[_Line]) -> str:
 
 
 def _is_marker(line: _Line) -> bool:
-    return line.note is None and line.text.startswith(_MARKERS)
+    return line.note is None and line.text.startswith(CONFLICT_MARKS)
 
 
 def _refuse_conflict(file: Path, lines: Iterable[_Line]) -> None:

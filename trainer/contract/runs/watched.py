@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from trainer.contract.errors import UserError
-from trainer.contract.json_file import LARGEST, read_json_lines, write_json_lines
+from trainer.contract.json_file import LARGEST, read_json_lines, write_lines
 from trainer.contract.paths import open_private
 from trainer.contract.runs.features import ActivatingExample, Token
 
@@ -96,7 +96,7 @@ def keep_until(run: Path, step: int) -> list[WatchedSnapshot]:
     """
     kept = [one for one in read_watched(run) if one.step <= step] if step else []
     if kept or (run / WATCHED).exists():
-        write_json_lines(run / WATCHED, kept)
+        write_lines(run / WATCHED, map(msgspec.json.encode, kept))
     return kept
 
 
