@@ -92,7 +92,7 @@ class TextScreen(ModelScreen):
         self._asked = text
         self.session.model.remember(text)
         event.field.forget_place()
-        self.ask(ReadText(text))
+        self.ask(ReadText(text, latents=(self.latent,)))
 
     def take_answer(self, answer: TextRead | Continued | Generated) -> None:
         super().take_answer(answer)

@@ -124,7 +124,7 @@ async def test_text_typed_while_the_model_loads_is_read_as_soon_as_it_is_loaded(
         (tmp_path / "loaded").touch()
         (tmp_path / "answers").touch()
         await has_read(pilot, screen)
-        assert requests(tmp_path) == [{"request": "read", "text": "one", "is_chat": False}]
+        assert requests(tmp_path) == [{"request": "read", "text": "one", "is_chat": False, "latents": [0]}]
 
 
 async def test_the_answer_to_an_older_request_never_replaces_a_newer_one(make_app: MakeApp, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ outputs of this MLP and of all later ones.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,9 @@ MOST_LATENTS, MOST_TOKENS = 256, 2048
 LEAST_CONTEXT = 32
 # The number of tokens listed whose logits change most, and the probability that they need in one of both cases.
 N_MOVED, LEAST_PROBABLE = 10, 1e-3
+# The number of tokens whose logits are in memory at once.
+AT_ONCE = 128
+NOT_FINITE = "the predictions of the steered model are not finite; use a smaller strength"
 # Smaller changes of logits are rounding errors.
 _LEAST_MOVED = 1e-4
 # The number of rows in a steered batch: the unchanged continuation and the steered one.
@@ -100,13 +104,16 @@ class Interaction:
         batch = ContextBatch(np.array([ids]), np.arange(len(ids))[None], np.zeros((1, len(ids)), np.int64))
         rows = self._model.rows(batch, torch.arange(len(ids)))[0].float()
         acts = self._sae.encode(rows).values
-        values, latents = (acts * self._acts_scale).topk(min(MOST_LATENTS, self._sae.d_sae), dim=1)
+        acts = acts * self._acts_scale
+        values, latents = acts.topk(min(MOST_LATENTS, self._sae.d_sae), dim=1)
+        named = [one for one in request.latents if one < self._sae.d_sae]
         counted = self._counted(ids)
         tokens = []
         for run in runs_of_tokens([self._token_bytes[one] for one in ids]):
             found: dict[int, float] = {}
             for at in run:
-                for latent, act in zip(latents[at].tolist(), values[at].tolist(), strict=True):
+                of_token = [*zip(latents[at].tolist(), values[at].tolist(), strict=True)]
+                for latent, act in [*of_token, *zip(named, acts[at, named].tolist(), strict=True)]:
                     if act > 0:
                         found[latent] = max(act, found.get(latent, 0.0))
             firing = sorted(found.items(), key=lambda one: -one[1])
@@ -133,9 +140,11 @@ class Interaction:
         cache, generator = self._model.new_cache(), torch.Generator().manual_seed(request.seed)
         given, counts = torch.tensor([prompt, prompt]), counted
         for _ in range(request.n_tokens):
-            with self._steering(edit, counts):
-                logits = self._model.continued(given, cache)[:, -1].cpu()
-            chosen = _chosen(logits, request.temperature, generator)
+            for logits in self._logits(edit, given, counts, cache):
+                last = logits[:, -1]
+            if not last.isfinite().all():
+                raise UserError(NOT_FINITE)
+            chosen = _chosen(last, request.temperature, generator)
             for row, token in enumerate(chosen):
                 ended[row] |= token in self._model.ends
                 if not ended[row]:
@@ -145,38 +154,58 @@ class Interaction:
             if all(ended) or is_over():
                 break
             # A continuation that has ended is still read, but never shown.
-            given = torch.tensor(chosen)[:, None]
-            counts = torch.ones(1, 1, dtype=torch.bool)
+            new, new_counts = torch.tensor(chosen)[:, None], torch.ones(1, 1, dtype=torch.bool)
+            if cache is None:
+                given, counts = torch.cat([given, new], dim=1), torch.cat([counts, new_counts], dim=1)
+            else:
+                given, counts = new, new_counts
         yield self._effect(edit, plain, len(prompt), counted, rows)
+
+    def _logits(self, edit: Edit, ids: Tensor, counts: Tensor, cache: Any) -> Iterator[Tensor]:
+        """Yield the logits [2, n, n_ids] of the unchanged and the steered model for ids [2, n_tokens], in parts.
+
+        The logits of 2,048 tokens and 256,000 ids would take 4 GB.
+        """
+        at_once = max(1, ids.shape[1]) if cache is None else AT_ONCE
+        for first in range(0, ids.shape[1], at_once):
+            part = slice(first, first + at_once)
+            with self._steering(edit, counts[:, part]):
+                yield self._model.continued(ids[:, part], cache).cpu()
 
     def _effect(
         self, edit: Edit, ids: list[int], n_prompt: int, counted: Tensor, rows: Sequence[list[int]]
     ) -> Generated:
         """Compare the predictions of the unchanged and the steered model on a text."""
-        after = torch.ones(1, len(ids) - n_prompt, dtype=torch.bool)
-        with self._steering(edit, torch.cat([counted, after], dim=1)):
-            logits = self._model.continued(torch.tensor([ids, ids]), None).cpu()
-        if not logits.isfinite().all():
-            raise UserError("the predictions of the steered model are not finite; use a smaller strength")
-        plain, steered = logits.log_softmax(-1)
-        kl = (plain.exp() * (plain - steered)).sum(-1).clamp_min(0)
-        at = n_prompt - 1
-        moved = (logits[STEERED, at] - logits[PLAIN, at]).masked_fill(
-            torch.maximum(plain[at], steered[at]).exp() < LEAST_PROBABLE, 0
-        )
-        most = moved.abs().topk(min(N_MOVED, len(moved))).indices
-        runs = runs_of_tokens([self._token_bytes[one] for one in ids])
-        before, after_it = plain[at].exp(), steered[at].exp()
+        counts = torch.cat([counted, torch.ones(1, len(ids) - n_prompt, dtype=torch.bool)], dim=1)
+        moved: tuple[MovedToken, ...] = ()
+        parts: list[Tensor] = []
+        n_read = 0
+        for logits in self._logits(edit, torch.tensor([ids, ids]), counts, self._model.new_cache()):
+            if not logits.isfinite().all():
+                raise UserError(NOT_FINITE)
+            if 0 <= (at := n_prompt - 1 - n_read) < logits.shape[1]:
+                moved = self._moved(logits[:, at])
+            plain, steered = logits.log_softmax(-1)
+            parts.append((plain.exp() * (plain - steered)).sum(-1).clamp_min(0))
+            n_read += logits.shape[1]
+        kl, runs = torch.cat(parts), runs_of_tokens([self._token_bytes[one] for one in ids])
         return Generated(
             plain=self._text(rows[PLAIN][n_prompt:]),
             steered=self._text(rows[STEERED][n_prompt:]),
             n_tokens=max(map(len, rows)) - n_prompt,
-            moved=tuple(
-                MovedToken(self._text([token]), float(moved[token]), float(before[token]), float(after_it[token]))
-                for token in most.tolist()
-                if abs(moved[token]) > _LEAST_MOVED
-            ),
+            moved=moved,
             kl=tuple(TokenKl(self._text([ids[at] for at in run]), float(kl[list(run)].max())) for run in runs),
+        )
+
+    def _moved(self, logits: Tensor) -> tuple[MovedToken, ...]:
+        """Return the likely tokens whose logits [2, n_ids] differ most between the unchanged and the steered model."""
+        chances = logits.softmax(-1)
+        moves = (logits[STEERED] - logits[PLAIN]).masked_fill(chances.amax(0) < LEAST_PROBABLE, 0)
+        most = moves.abs().topk(min(N_MOVED, len(moves))).indices.tolist()
+        return tuple(
+            MovedToken(self._text([token]), float(moves[token]), *chances[:, token].tolist())
+            for token in most
+            if abs(moves[token]) > _LEAST_MOVED
         )
 
     def _edit(self, latents: Sequence[Steered], *, adds: bool) -> Edit:
@@ -256,12 +285,13 @@ class Interaction:
 def _load(job: ExtractJob, device: torch.device) -> tuple[LanguageModel, bool]:
     """Return the language model, and whether it predicts next tokens."""
     try:
-        return LanguageModel(job, device, whole=True), True
-    except NoLoss:
+        with contextlib.suppress(NoLoss):
+            return LanguageModel(job, device, whole=True), True
         return LanguageModel(job, device), False
     except UserError as error:
-        # The message names a setting of a job file, but the model is named by the SAE's metadata or by a flag.
-        raise UserError(f"the language model: {str(error).removeprefix('model.path: ')}") from None
+        # The message names a setting of a job file, but the SAE's metadata or a flag names the model and the hook.
+        reason = re.sub(r"^model\.\w+: ", "", str(error))
+        raise UserError(f"the language model: {reason}") from None
 
 
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:
@@ -272,7 +302,8 @@ def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> l
     if not temperature:
         return logits.argmax(dim=1).tolist()
     noise = -torch.empty(logits.shape[1]).exponential_(generator=generator).log()
-    return (logits / temperature + noise).argmax(dim=1).tolist()
+    # With a tiny temperature, the quotients of all other tokens are −∞.
+    return ((logits - logits.amax(dim=1, keepdim=True)) / temperature + noise).argmax(dim=1).tolist()
 
 
 def _hooks(folder: Path, sae: ExportedSae) -> list[str]:

@@ -29,6 +29,7 @@ from trainer.contract.answers.interaction import (
 )
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES
+from trainer.interaction import session
 from trainer.interaction.serve import _Requests
 from trainer.interaction.session import Interaction
 
@@ -137,6 +138,44 @@ def test_a_steered_continuation_equals_a_loop_that_sets_the_latent(
     change = {plain.blocks()[1]: setting(latent, 2.5 * float(LARGEST[latent]))}
     assert found.plain == plain.tokenizer.decode(plain.greedy(ids, {}))
     assert found.steered == plain.tokenizer.decode(plain.greedy(ids, change))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+def test_the_result_depends_neither_on_the_cache_nor_on_the_size_of_its_parts(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post")
+    interaction = Interaction(folder, CPU)
+    request = Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=N)
+    whole = generated(interaction, request)
+    monkeypatch.setattr(session, "AT_ONCE", 3)
+    in_parts = generated(interaction, request)
+    monkeypatch.setattr(interaction._model, "new_cache", lambda: None)
+    without_cache = generated(interaction, request)
+    for one in (in_parts, without_cache):
+        assert (one.plain, one.steered) == (whole.plain, whole.steered)
+        assert [kl.kl for kl in one.kl] == pytest.approx([kl.kl for kl in whole.kl], rel=1e-3, abs=1e-4)
+        assert [token.logit for token in one.moved] == pytest.approx([token.logit for token in whole.moved], rel=1e-3)
+
+
+def test_a_latent_that_a_request_names_is_in_the_answer_however_weak_it_is(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interaction = Interaction(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    text = "the dog sat on a small mat"
+    all_latents = interaction.read(ReadText(text))
+    monkeypatch.setattr(session, "MOST_LATENTS", 1)
+    assert all(len(token.latents) <= 1 for token in interaction.read(ReadText(text)).tokens)
+    named = interaction.read(ReadText(text, latents=(0, 1, 99)))
+    assert named == all_latents
+    assert any(len(token.latents) == 2 for token in named.tokens)
+
+
+def test_a_tiny_temperature_chooses_the_most_likely_token(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    interaction = Interaction(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    request = Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=N)
+    cold = Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=N, temperature=1e-40)
+    assert generated(interaction, cold) == generated(interaction, request)
 
 
 def test_the_effect_on_predictions_equals_that_of_a_loop(tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -303,7 +342,7 @@ def test_a_model_without_an_unembedding_reads_texts_but_does_not_generate(
         ({"model_name": "/nowhere/model"}, "^the language model: there is nothing at /nowhere/model"),
         ({"model_name": None}, "--model: the SAE's metadata names no language model"),
         ({"hook_name": None}, "its metadata names no hook"),
-        ({"hook_name": "blocks.9.hook_resid_post"}, "^the language model: .*"),
+        ({"hook_name": "blocks.9.hook_resid_post"}, "^the language model: (?!model)"),
     ],
     ids=str,
 )

@@ -13,10 +13,14 @@ MOST_REQUEST_BYTES = 2**22
 
 
 class ReadText(msgspec.Struct, frozen=True, tag="read", tag_field="request"):
-    """Asks which latents fire on a text; with `is_chat`, the text is a user's message in the model's chat template."""
+    """Asks which latents fire on a text; with `is_chat`, the text is a user's message in the model's chat template.
+
+    The answer has the 256 strongest latents of each token, and all of `latents` that fire.
+    """
 
     text: str
     is_chat: bool = False
+    latents: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Steered(msgspec.Struct, frozen=True):
