@@ -141,6 +141,8 @@ def _show(
         say(_summary(shown))
     elif session is None:
         say("no latent is explained; add --url and --model to explain latents")
+    elif not session.latents:
+        say("no latent fires, so none is explained")
     if n_stale:
         say(f"{plural(n_stale, 'explanation')} of other weights left out; explain these latents again")
     if session is not None and session.n_explained:

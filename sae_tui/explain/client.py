@@ -34,6 +34,8 @@ MOST_BYTES, CONNECT_S = 2 << 20, 10.0
 # How often a request is repeated if the server is busy (429, 503) or fails (other 5xx), and the longest wait between.
 MOST_BUSY, MOST_FAILED, LONGEST_WAIT_S = 8, 3, 120.0
 _LONGEST_MESSAGE = 200
+# The least number of characters of a key that an answer cannot contain by chance.
+_LEAST_SECRET = 12
 _BUSY = (429, 503)
 # How servers say that they do not know an option; an option with a wrong value, such as too many tokens, is kept.
 _UNSUPPORTED = re.compile(r"not support|unsupported|unknown|unrecogni|unexpected|not permitted", re.IGNORECASE)
@@ -67,7 +69,7 @@ class Answer(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A server's reply; `fault` says why there is none, and `has_connected` whether the server was reached."""
+    """A server's reply, or the reason in `fault` why it gave none. `has_connected` says whether it was reached."""
 
     status: int = 0
     headers: Mapping[str, str] = {}
@@ -97,7 +99,7 @@ class _Completion(msgspec.Struct):
 
 
 def key_from_environment() -> str:
-    """Return the API key, or "" if there is none; an empty `SAE_TUI_EXPLAIN_KEY` turns `OPENAI_API_KEY` off."""
+    """Return the API key, or "" without one; an empty `SAE_TUI_EXPLAIN_KEY` turns `OPENAI_API_KEY` off."""
     name = next((name for name in KEY_VARIABLES if name in os.environ), "")
     key = os.environ.get(name, "").strip()
     # http.client would quote the key in its error message.
@@ -207,7 +209,9 @@ class Client:
         if not (content and content.strip()):
             is_cut = bool(completion.choices) and completion.choices[0].finish_reason == "length"
             raise NoAnswer("the answer is cut off; raise --max-tokens" if is_cut else "the answer is empty")
-        return Answer(self._redacted(content), usage.prompt_tokens, usage.completion_tokens)
+        # A short key, as local servers often have, may be a part of an answer by chance.
+        shown = self._redacted(content) if len(self._key) >= _LEAST_SECRET else content
+        return Answer(shown, usage.prompt_tokens, usage.completion_tokens)
 
     def _drop_option(self, message: str, options: Mapping[str, Any]) -> bool:
         """Leave out, from now on, an option that the server does not know; return whether there was one."""
@@ -348,7 +352,7 @@ class _Waits:
 
 
 def _retry_after(text: str) -> float | None:
-    """Return the seconds in a Retry-After header, which may also be a date; None if there is none."""
+    """Return the seconds in a Retry-After header, which may also be a date; None without one."""
     if re.fullmatch(r"\s*\d{1,9}(\.\d*)?\s*", text):
         return float(text)
     with contextlib.suppress(ValueError, TypeError, OverflowError):

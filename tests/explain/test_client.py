@@ -378,6 +378,11 @@ def test_a_key_that_the_server_repeats_is_not_shown() -> None:
         assert client(server, key=KEY).ask("x").text == "Description: …"
 
 
+def test_a_short_key_does_not_change_answers_that_contain_it() -> None:
+    with stub_server(lambda _: "[1, 10]") as server:
+        assert client(server, key="1").ask("x").text == "[1, 10]"
+
+
 # TLS
 
 

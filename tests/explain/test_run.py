@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Any, str, int]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_failed_latent_is_recorded_with_its_reason_and_the_run_goes_on(tmp_path: Path, case: str) -> None:
+def test_a_failed_latent_is_recorded_with_its_reason_and_the_run_continues(tmp_path: Path, case: str) -> None:
     reply, reason, n_unparsed = BROKEN[case]
 
     def answer(prompt: str) -> Any:

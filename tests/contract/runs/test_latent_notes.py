@@ -442,3 +442,11 @@ def test_the_notes_of_an_earlier_features_file_are_those_next_to_the_sae(tmp_pat
     change_note(tmp_path, 0, setting(name="sheep"))
     assert Features(tmp_path / ".cards" / "0123456789abcdef.safetensors").feature(0).name == "sheep"
     assert LatentNote(0).is_empty
+
+
+def test_a_name_that_another_program_has_written_does_not_prevent_other_changes(tmp_path: Path) -> None:
+    (tmp_path / NOTES).write_text('{"latent": 3, "name": "\\u001b[2Jred"}\n')
+    changed = change_note(tmp_path, 3, lambda note: replace(note, starred=True))
+    assert (changed.after.starred, changed.after.name) == (True, "\x1b[2Jred")
+    with pytest.raises(UserError, match="a name must not contain"):
+        change_note(tmp_path, 3, lambda note: replace(note, name=f"{note.name} door"))

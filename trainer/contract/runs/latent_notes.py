@@ -111,7 +111,7 @@ def change_note(folder: Path, latent: int, change: Change) -> Changed:
     with _writing(folder) as (file, lines):
         old = next((line for line in _newest(lines) if line.note and line.note.latent == latent), None)
         before = old.note if old and old.note else LatentNote(latent)
-        after = _checked(change(before))
+        after = _checked(change(before), before)
         if after.content == before.content:
             return Changed(before, before)
         # A note must be newer than the one it replaces, even if another computer's clock is ahead.
@@ -197,10 +197,14 @@ def _refuse_conflict(file: Path, lines: Iterable[_Line]) -> None:
         raise UserError(_problem(file, lines))
 
 
-def _checked(note: LatentNote) -> LatentNote:
-    """Return a note without surrounding spaces; raise `UserError` if the name or the note is not allowed."""
-    name = _text("a name", note.name, LONGEST_NAME)
-    text = _text("a note", note.note, LONGEST_NOTE, allowed="\n\t")
+def _checked(note: LatentNote, before: LatentNote) -> LatentNote:
+    """Return a note without surrounding spaces; raise `UserError` if its new name or its new note is not allowed."""
+    name, text = note.name, note.note
+    # What another program has written stays as it is.
+    if name != before.name:
+        name = _text("a name", name, LONGEST_NAME)
+    if text != before.note:
+        text = _text("a note", text, LONGEST_NOTE, allowed="\n\t")
     return msgspec.structs.replace(note, name=name, note=text)
 
 
