@@ -16,17 +16,15 @@ import functools
 import os
 import time as clock
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.interaction import place_of_sae
+from sae_tui.cli_commands.interaction import Place, place_of_sae
 from sae_tui.jobs import edits
-from sae_tui.jobs.evaluation.request import ReservedGpu
 from sae_tui.jobs.features import search
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.interaction import Interaction
@@ -240,10 +238,14 @@ class Latents:
     first call of `read` or `steer` loads the language model in another process, which `close` ends.
     """
 
-    def __init__(self, folder: Path, python: str = "", gpu: ReservedGpu | None = None) -> None:
-        self.folder = str(folder)
-        self._features = Features(folder / FEATURES)
-        self._start = functools.partial(Interaction, folder, python, gpu)
+    def __init__(self, find: Callable[[], Place]) -> None:
+        # The GPU is chosen when the process starts, since a job may have taken it until then.
+        self._find = find
+        place = find()
+        self.folder = str(place.folder)
+        if not (file := place.folder / FEATURES).exists():
+            raise UserError(f"{place.folder} has no {FEATURES}; `sae-tui eval` writes it")
+        self._features = Features(file)
         self._interaction: Interaction | None = None
 
     def __len__(self) -> int:
@@ -300,23 +302,25 @@ class Latents:
     def _running(self) -> Interaction:
         if self._interaction is None or self._interaction.has_ended:
             self.close()
-            self._interaction = self._start()
+            self._interaction = Interaction(*self._find())
             self._interaction.start()
         return self._interaction
 
 
 def load(
-    run: int | str | os.PathLike[str], *, sae: str | None = None, data_dir: str | os.PathLike[str] | None = None
+    run: int | str | os.PathLike[str],
+    *,
+    sae: str | None = None,
+    cpu: bool = False,
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> Latents:
     """Return the latents of a job's SAE, or of the SAE in a folder; `sae` is the label of an SAE in a sweep.
 
-    Raise `UserError` if there is no such SAE, or if it has not been evaluated yet.
+    The language model uses a free GPU if the job ran on one, unless `cpu` is set. Raise `UserError` if there is no such
+    SAE, or if it has not been evaluated yet.
     """
     name = str(run) if isinstance(run, int) else os.fspath(run)
-    folder, python, gpu = place_of_sae(_context(data_dir), name, sae, on_cpu=False)
-    if not (folder / FEATURES).exists():
-        raise UserError(f"{folder} has no {FEATURES}; `sae-tui eval` writes it")
-    return Latents(folder, python, gpu)
+    return Latents(lambda: place_of_sae(_context(data_dir), name, sae, on_cpu=cpu))
 
 
 def _context(data_dir: str | os.PathLike[str] | None) -> CommandContext:

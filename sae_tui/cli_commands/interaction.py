@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import asdict
 
@@ -47,7 +48,7 @@ def read_text(context: CommandContext, flags: argparse.Namespace) -> int:
     with _started(context, flags) as interaction:
         if flags.latent is not None and flags.latent >= (n := interaction.n_latents):
             raise UserError(f"LATENT: latent {flags.latent} does not exist; the SAE has latents 0 to {n - 1:,}")
-        (answer,) = interaction.ask(ReadText(flags.text, flags.chat))
+        (answer,) = interaction.ask(ReadText(flags.text, flags.chat, () if flags.latent is None else (flags.latent,)))
     assert isinstance(answer, TextRead)
     if context.as_json:
         show_json(asdict(answer))
@@ -96,31 +97,37 @@ def refuse_contradictions(flags: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _started(context: CommandContext, flags: argparse.Namespace) -> Iterator[Interaction]:
     """Load the requested SAE and its language model, and show the progress."""
-    folder, python, gpu = place_of_sae(context, flags.run, flags.sae, on_cpu=flags.cpu)
-    with Interaction(folder, python, gpu, flags.model) as interaction:
+    place = place_of_sae(context, flags.run, flags.sae, on_cpu=flags.cpu)
+    with Interaction(*place, flags.model) as interaction:
         with Progress("starting", to_descriptor=False) as progress:
             interaction.start(progress.reach)
         yield interaction
 
 
-def place_of_sae(
-    context: CommandContext, run: str, label: str | None, *, on_cpu: bool
-) -> tuple[Path, str, ReservedGpu | None]:
-    """Return the SAE's folder, the Python interpreter that reads it, and a free GPU, or None to use the CPU.
+class Place(NamedTuple):
+    """An SAE's folder, the Python interpreter that reads it, and a free GPU, or None to use the CPU."""
+
+    folder: Path
+    python: str = ""
+    gpu: ReservedGpu | None = None
+
+
+def place_of_sae(context: CommandContext, run: str, label: str | None, *, on_cpu: bool) -> Place:
+    """Return where an SAE is, and what runs it.
 
     `run` is the id of a job, or a folder. Raise `UserError` if there is no such SAE.
     """
     job_id = job_id_in(run)
     if job_id is None:
         folder = Path(os.path.abspath(os.path.expanduser(run)))
-        return _of_label(folder / "sae" if (folder / "sae").is_dir() else folder, label), "", None
+        return Place(_of_label(folder / "sae" if (folder / "sae").is_dir() else folder, label))
     with existing(context.data, job_id) as control:
         job = control.job(job_id)
     if words := why_no_sae(job):
         raise UserError(words)
     is_offered = job.device == "cuda" and not on_cpu
     gpu = idle_gpu(context.data, job, context.gpus.choices, context.gpus.source_name) if is_offered else None
-    return _of_label(context.data.sae(job_id), label), python_of(context.data, job_id), gpu
+    return Place(_of_label(context.data.sae(job_id), label), python_of(context.data, job_id), gpu)
 
 
 def _of_label(folder: Path, label: str | None) -> Path:

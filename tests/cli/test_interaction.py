@@ -53,13 +53,13 @@ def test_a_prompt_is_continued_with_and_without_steering(shell, sae: Path) -> No
     assert "WITHOUT STEERING" in done.stdout
     assert "NEXT TOKEN" in done.stdout
     assert "KL divergence" in done.stdout
-    told = shell.json(*arguments, "--strength", 3)
-    assert told["n_tokens"] == 4
-    assert max(one["kl"] for one in told["kl"]) > 0
+    answer = shell.json(*arguments, "--strength", 3)
+    assert answer["n_tokens"] == 4
+    assert max(one["kl"] for one in answer["kl"]) > 0
     ablated, zero = shell.json(*arguments, "--ablate"), shell.json(*arguments, "--strength", 0)
-    assert ablated == zero != told
+    assert ablated == zero != answer
     unchanged = shell.json(*arguments, "--strength", 0, "--add")
-    assert unchanged["plain"] == unchanged["steered"] == told["plain"]
+    assert unchanged["plain"] == unchanged["steered"] == answer["plain"]
 
 
 @pytest.mark.parametrize(
