@@ -137,7 +137,7 @@ def _numbered(texts: Sequence[str]) -> str:
 
 
 def description_in(answer: str) -> str:
-    """Return the description in an answer, on one line; raise `UnreadableAnswer` if there is none."""
+    """Return the description in an answer, on one line; raise `UnreadableAnswer` if it has none."""
     text = _THOUGHT.sub("", answer).strip()
     if not text:
         raise UnreadableAnswer("the answer is empty")

@@ -202,7 +202,7 @@ def scores_words(one: Explanation) -> str:
 
 
 def score_words(value: float | None, error: float | None) -> str:
-    """Return a score with its standard error, or "" if there is none."""
+    """Return a score with its standard error, or "" for an unknown score."""
     return "" if value is None else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 

@@ -167,7 +167,7 @@ class LoadedModel:
                 self._has_thread = not is_over
 
     def _next(self) -> _Pending | None:
-        """Wait for the next request; return None if there is none for long or the app exits."""
+        """Wait for the next request; return None if none comes for long or the app exits."""
         with self._changed:
             self._now = None
             idle_s = self._idle_on_gpu_s if self._has_gpu else self._idle_s
@@ -199,7 +199,7 @@ class LoadedModel:
             return self._now.request if self._now else None
 
     def _opened(self, pending: _Pending) -> tuple[Interaction, Loaded]:
-        """Return the process that has the SAE loaded; start one if there is none."""
+        """Return the process that has the SAE loaded; start one if necessary."""
         files = self._files(pending.sae)
         is_same = self._loaded is not None and self._loaded[0] == pending.sae and self._read_from == files
         if self._interaction and self._loaded and is_same and not self._interaction.has_ended:

@@ -79,10 +79,10 @@ class ModelScreen(FramedScreen):
         """Send a request, or only load the model; answers to earlier requests are ignored from now on."""
         self._n_requests += 1
         self.failed, self.answer, self.is_waiting = None, None, request is not None
-        self.session.model.ask(self, self.sae, request, partial(self._tell, self._n_requests))
+        self.session.model.ask(self, self.sae, request, partial(self._post, self._n_requests))
         self.show_state()
 
-    def _tell(self, number: int, news: News) -> None:
+    def _post(self, number: int, news: News) -> None:
         self.post_message(ModelNews(number, news))
 
     @on(ModelNews)
@@ -133,7 +133,7 @@ class ModelScreen(FramedScreen):
         return f"{ready.model.rstrip('/').rpartition('/')[2]}, {ready.hook}, on {self.loaded.device}"
 
     def state_lines(self, width: int) -> list[Line]:
-        """Return what to show instead of an answer: how far loading is, or why there is none."""
+        """Return what to show instead of an answer: how far loading is, or why the request failed."""
         if self.failed:
             again = "" if self.failed.is_loaded else f" {_AGAIN}"
             message = self.failed.message.rstrip(".")

@@ -174,7 +174,7 @@ class WatchedScreen(FramedScreen):
 
     @property
     def snapshot(self) -> WatchedSnapshot | None:
-        """The snapshot that is shown, or None if there is none."""
+        """The snapshot that is shown, or None without any."""
         snapshots = self._snapshots
         return snapshots[min(self._place, len(snapshots) - 1)] if snapshots else None
 

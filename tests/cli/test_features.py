@@ -209,8 +209,8 @@ def test_a_latent_is_starred_named_and_annotated(shell: Shell, job_id: int) -> N
     assert shell.run("annotate", job_id).stdout.startswith("no latent has a note; `sae-tui annotate RUN LATENT --star`")
     assert shell.json("annotate", job_id) == []
     assert shell.run("annotate", job_id, 1).stdout == "latent 1: no note\n"
-    told = shell.run("annotate", job_id, 1, "--star", "--name", "articles", "--note", "not only\nthe").stdout
-    assert told == "★ latent 1: articles · not only the\n"
+    output = shell.run("annotate", job_id, 1, "--star", "--name", "articles", "--note", "not only\nthe").stdout
+    assert output == "★ latent 1: articles · not only the\n"
     note = shell.json("annotate", job_id, 1, "--unstar")
     assert {name: note[name] for name in ("latent", "starred", "name", "note", "tokens")} == {
         "latent": 1, "starred": False, "name": "articles", "note": "not only\nthe", "tokens": None,

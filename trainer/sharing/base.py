@@ -167,7 +167,7 @@ class Format(ABC):
         """Write an SAE atomically; return one sentence per omission. The caller must check `refusal` first."""
 
     def opening(self, repository: str) -> str:
-        """Return the shell command that opens an export uploaded to the hub in its tool, or "" if there is none."""
+        """Return the shell command that opens an uploaded export in its tool, or "" if it has no such command."""
         return ""
 
     def recognises(self, place: Path) -> bool:

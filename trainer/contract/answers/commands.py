@@ -128,7 +128,7 @@ _PUSHED = fields(
             list_of(fields("File", {"path": (str, "Name of the file on the hub."), "bytes": (int, "Size in bytes.")})),
             "Files.",
         ),
-        "command": (str, 'Shell command that opens the upload in its tool; "" if there is none.'),
+        "command": (str, 'Shell command that opens the upload in its tool; "" if it has no such command.'),
     },
 )
 _EXPORT = fields(
