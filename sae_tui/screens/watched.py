@@ -36,7 +36,7 @@ _COLUMNS = (
     Column("LATENT", 7, right=True),
     Column("WHY", 5),
     Column("DENSITY", 8, right=True),
-    Column("COSINE", 6, right=True),
+    Column("COSINE", 6, right=True, drop=1),
     Column("FIRES ON", 8, grow=True),
 )
 
