@@ -16,11 +16,13 @@ from sae_tui.explain.client import Client, NoAnswer, Stopped
 from sae_tui.explain.examples import Chosen, Question, balanced_accuracy, choose
 from sae_tui.explain.prompts import Prompt, UnreadableAnswer, description_in, numbers_in
 from trainer.contract.errors import UserError
-from trainer.contract.runs.explanations import Explanation, read_explanations, record
+from trainer.contract.runs.explanations import EXPLANATIONS, Explanation, read_explanations, record
 from trainer.contract.runs.features import Features
 
 # This many failed latents in a row end a run.
 MOST_FAILED = 10
+# The size of a file, in bytes, above which results are stored together; about 10,000 explanations.
+LARGE_FILE = 4 << 20
 # The costs of all latents are estimated from this number of latents, with descriptions of this length.
 _SAMPLED, _DESCRIPTION = 50, "x" * 100
 _TICK_S = 0.5
@@ -190,7 +192,7 @@ class Run:
                     return
 
     def _explain(self, latent: int) -> Explanation:
-        """Explain a latent, and store the result at once unless storing takes long."""
+        """Explain a latent, and store the result at once unless the file is large."""
         one = self._explainer.explain(self._client, latent)
         with self._lock:
             self._pending.append(one)
@@ -205,5 +207,6 @@ class Run:
         pending, self._pending = self._pending, []
         if pending:
             record(self._folder, *pending)
-            # Storing rewrites the file, which takes 1 s with 131,072 latents; let it take at most a tenth of the time.
-            self._store_at = time.monotonic() + 9 * (time.monotonic() - began)
+            # Storing rewrites the file, which takes 1 s with 131,072 latents. It may take a tenth of the time.
+            is_large = (self._folder / EXPLANATIONS).stat().st_size > LARGE_FILE
+            self._store_at = time.monotonic() + 9 * (time.monotonic() - began) * is_large

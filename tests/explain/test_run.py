@@ -203,9 +203,7 @@ def test_explanations_by_another_model_or_for_other_weights_are_missing(tmp_path
     assert later.feature(0).explanation is None
 
 
-def test_explanations_are_stored_together_if_storing_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explanations_are_stored_together_only_in_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_stored = []
 
     def slow(folder: Path, *explanations: Explanation) -> None:
@@ -216,6 +214,11 @@ def test_explanations_are_stored_together_if_storing_takes_long(
 
     monkeypatch.setattr(run_module, "record", slow)
     with stub_server(knows_the_truth) as server:
-        assert len(explained(tmp_path, features_of(tmp_path), server)) == sum(n_stored) == 12
+        features = features_of(tmp_path)
+        explained(tmp_path, features, server, [0, 1, 2])
+        assert n_stored == [1, 1, 1]
+        n_stored.clear()
+        monkeypatch.setattr(run_module, "LARGE_FILE", 0)
+        assert len(explained(tmp_path, features, server)) == sum(n_stored) == 12
     assert n_stored[0] == 1
     assert len(n_stored) < 12

@@ -124,8 +124,11 @@ class BatchTopK(TopK):
         # Use the first value unchanged: averaging it with the initial 0 would leave too many latents active for a long
         # time.
         new = torch.where(self.threshold > 0, average, smallest)
-        # A layer that shares k may have no active latent in a batch.
-        torch.where((n_tokens > 0) & (smallest > 0), new, self.threshold, out=self.threshold)
+        counts = n_tokens > 0
+        if self.shares_k:
+            # A layer that shares k may have no active latent in a batch.
+            counts = counts & (smallest > 0)
+        torch.where(counts, new, self.threshold, out=self.threshold)
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": self.saelens_name("jumprelu")}

@@ -150,6 +150,20 @@ def test_layers_that_share_k_keep_the_largest_activations_of_all_layers() -> Non
     assert l0s[2] > l0s[0]
 
 
+def test_a_layer_without_active_latents_keeps_its_threshold() -> None:
+    learners = learners_of(2, 4, 8, 2, "batch_topk", share_k=True)
+    randomise(learners, torch.Generator().manual_seed(0))
+    # All of the largest activations are in the second layer.
+    learners[1].sae.x_scale.mul_(1000)
+    layers, sae = Layers(learners), learners[0].sae
+    sae.threshold.fill_(0.5)
+    layers.accumulate(1 + torch.rand(6, 8), torch.randn(6, 8))
+    assert sae.fired is not None
+    assert sae.fired.sum() == 0
+    layers.update()
+    assert float(sae.threshold) == 0.5
+
+
 def test_the_held_out_l0_of_layers_that_share_k_is_k_on_average(
     make_job: Callable[..., JobConfig], make_trainer: Callable[..., Any], rows: dict[str, str]
 ) -> None:
