@@ -35,7 +35,7 @@ from sae_tui.terminal.driver import TerminalDriver, has_shell
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Colourless, Plain
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 from trainer.contract.errors import Problem
 from trainer.contract.exits import Exit
 from trainer.contract.paths import DataDir
@@ -156,7 +156,7 @@ class SaeApp(KeysInOrder, Notices):
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._first_words = first_words
-        self._n_told = self._n_alerts = self._n_alert_problems = 0
+        self._n_reported = self._n_alerts = self._n_alert_problems = 0
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
@@ -209,9 +209,9 @@ class SaeApp(KeysInOrder, Notices):
         for job in self.session.actions.newly_ended():
             tell_end(self, job, self.session.settings.notify)
         news = self.session.watcher.news
-        for one in news[self._n_told :]:
+        for one in news[self._n_reported :]:
             tell_news(self, one, self.session.settings.notify)
-        self._n_told = len(news)
+        self._n_reported = len(news)
         self.redraw.show_jobs()
 
     @on(AlertsChanged)
@@ -234,7 +234,7 @@ class SaeApp(KeysInOrder, Notices):
     def export_screenshot(self, **options: Any) -> str:
         """Draw the screen as SVG. First hide environment variable values, because users share screenshots."""
         for screen in self.screen_stack:  # a dialog shows the screen below it
-            if isinstance(screen, TextScreen):
+            if isinstance(screen, LinesScreen):
                 screen.hide_values()
         return super().export_screenshot(**options)
 

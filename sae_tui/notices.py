@@ -24,7 +24,7 @@ from sae_tui.format import clock_time
 from sae_tui.jobs.states import ENDED
 from sae_tui.jobs.view.reader import JobView, News
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 from trainer.contract.printable import printable
 from trainer.contract.store.states import JobState
 
@@ -103,7 +103,7 @@ class Notices(App[None]):
 
     def action_notices(self) -> None:
         """Show the latest 100 notifications in full."""
-        self.push_screen(TextScreen("Messages", lambda width: notice_lines(self.notices, width)))
+        self.push_screen(LinesScreen("Messages", lambda width: notice_lines(self.notices, width)))
 
 
 def notice_lines(notices: Sequence[Notification], width: int) -> list[Line]:

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -251,6 +252,21 @@ def imported_by(module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{name.name}" for name in node.names)
             yield str(node.module)
+
+
+# Names of the Python API that store rows, trainer classes and other layers also use.
+SHARED_NAMES = {"Job", "Latents", "Loaded", "Stopped", "Watcher", "Estimate", "Firings", "KeptRows", "Interaction", "Found"}
+
+
+def test_a_class_name_is_used_once_in_both_packages() -> None:
+    names = Counter(
+        node.name
+        for package in ("trainer", "sae_tui")
+        for file in (ROOT / package).rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, n in names.items() if n > 1} <= SHARED_NAMES
 
 
 def test_there_are_no_import_cycles() -> None:

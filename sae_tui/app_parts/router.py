@@ -207,16 +207,16 @@ class Router:
     def show_alerts(self) -> None:
         """Show the active alerts and the alerts from the last day, above the current screen."""
         from sae_tui.panels.alerts import alert_lines
-        from sae_tui.widgets.reading import TextScreen
+        from sae_tui.widgets.reading import LinesScreen
 
         recent = self._session.alerts.recent()
-        self._app.push_screen(TextScreen("Alerts", partial(alert_lines, recent)))
+        self._app.push_screen(LinesScreen("Alerts", partial(alert_lines, recent)))
 
     def show_own_cost(self) -> None:
         """Show the app's own resource use above the current screen."""
         from sae_tui.own_cost import cost_lines, own_cost
-        from sae_tui.widgets.reading import TextScreen
+        from sae_tui.widgets.reading import LinesScreen
 
         written = getattr(self._app._driver, "n_written", 0)
         cost = own_cost(written, self._session.monitor.readings_s())
-        self._app.push_screen(TextScreen("Resource use of this app", partial(cost_lines, cost)))
+        self._app.push_screen(LinesScreen("Resource use of this app", partial(cost_lines, cost)))

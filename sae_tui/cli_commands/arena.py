@@ -45,7 +45,7 @@ FIGURES = {
 _APART = 2.0
 
 
-class Recipe(msgspec.Struct, frozen=True):
+class ArenaRecipe(msgspec.Struct, frozen=True):
     """One of a job's SAEs, over its seeds: its name, the number of seeds, and its figures and their spreads by name."""
 
     job_id: int
@@ -90,7 +90,7 @@ def arena(context: CommandContext, flags: argparse.Namespace) -> int:
         if not context.as_json:
             again = " ".join(map(str, ids))
             warn(f"Ctrl-C leaves the jobs running; `sae-tui arena {again}` then shows the table")
-    ended = [wait_until_ended(context, job_id, is_told=bool(jobs)) for job_id in ids]
+    ended = [wait_until_ended(context, job_id, prints_end=bool(jobs)) for job_id in ids]
     recipes = ranked([recipe for view in ended for recipe in recipes_of(view, whole_cards(context.data.sae(view.id)))])
     without = [view for view in ended if not any(recipe.job_id == view.id for recipe in recipes)]
     lacking = [str(view.id) for view in without if not EXITS[view.state]]
@@ -132,14 +132,14 @@ def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
     return any_job_of(table)
 
 
-def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[Recipe]:
+def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[ArenaRecipe]:
     """Yield a recipe for each SAE of a job with known features; SAEs that differ only in the seed are one recipe."""
     for group, labels in by_seeds({label: card for label, card in cards.items() if card.known}).items():
         of_seeds = [{one.name: one for one in figures_of(cards[label])} for label in labels]
         shared = set.intersection(*map(set, of_seeds))
         spreads = {name: spread_of([figures[name].value for figures in of_seeds]) for name in shared}
         known = cards[labels[0]].known
-        yield Recipe(
+        yield ArenaRecipe(
             job_id=view.id,
             name=" ".join(filter(None, [view.name, group])),
             n=len(labels),
@@ -151,19 +151,19 @@ def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[Recipe]:
         )
 
 
-def ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
+def ranked(recipes: Iterable[ArenaRecipe]) -> list[ArenaRecipe]:
     """Sort the recipes by mean F1, largest first."""
     return sorted(recipes, key=lambda one: -(one.mean("f1") or 0))
 
 
-def alike(recipes: Sequence[Recipe]) -> list[bool]:
+def alike(recipes: Sequence[ArenaRecipe]) -> list[bool]:
     """Return whether each recipe's F1 is within two standard errors of the first one's.
 
     F1 is a mean over latents, so it is compared only between SAEs with the same number of latents on the same data.
     """
     first = recipes[0]
 
-    def is_alike(one: Recipe) -> bool:
+    def is_alike(one: ArenaRecipe) -> bool:
         apart = (first.mean("f1") or 0) - (one.mean("f1") or 0)
         comparable = (first.d_sae, first.data) == (one.d_sae, one.data)
         return comparable and apart <= _APART * math.hypot(first.error("f1"), one.error("f1"))
@@ -171,7 +171,7 @@ def alike(recipes: Sequence[Recipe]) -> list[bool]:
     return [place == 0 or is_alike(one) for place, one in enumerate(recipes)]
 
 
-def as_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
+def as_json(recipes: Sequence[ArenaRecipe]) -> dict[str, Any]:
     """Return the table for `--json`."""
     marks = alike(recipes) if recipes else []
     rows = [
@@ -186,7 +186,7 @@ def as_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
     return {"recipes": rows}
 
 
-def _show(recipes: Sequence[Recipe]) -> None:
+def _show(recipes: Sequence[ArenaRecipe]) -> None:
     marks = [SAME if mark else "" for mark in alike(recipes)]
     is_contest = len({(one.d_sae, one.data) for one in recipes}) == 1 and len(recipes) > 1
     if marks.count(SAME) == 1:

@@ -22,7 +22,7 @@ from sae_tui.jobs.gpus.availability import choices
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.launch.best_gpus import refusal
 from sae_tui.jobs.launch.placement import machine
-from sae_tui.jobs.launch.ways import JobRow
+from sae_tui.jobs.launch.ways import Way
 from sae_tui.threads import on_thread
 from trainer.contract.exits import Exit
 from trainer.contract.planning.hardware import read_box
@@ -144,7 +144,7 @@ def _show_rows(report: JobReport) -> None:
     say(LEGEND)
 
 
-def _cells(row: JobRow) -> tuple[object, ...]:
+def _cells(row: Way) -> tuple[object, ...]:
     mode = f"hybrid of {row.latent_ranks}" if row.mode == "hybrid" else row.mode
     return (
         row.ranks,
@@ -157,7 +157,7 @@ def _cells(row: JobRow) -> tuple[object, ...]:
     )
 
 
-def _here(row: JobRow) -> str:
+def _here(row: Way) -> str:
     if row.fits is None:
         return UNKNOWN
     if row.fits_now:

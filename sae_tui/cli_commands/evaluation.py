@@ -40,7 +40,7 @@ def evaluated(context: CommandContext, flags: argparse.Namespace) -> tuple[bool,
     request.refuse(context.data, job)
     wants_gpu = job.device == "cuda" and not flags.cpu
     model = _model(flags.model)
-    asked = request.Request(
+    asked = request.EvaluationRequest(
         flags.id, model, _gpu(context, job) if wants_gpu else None, is_probed=flags.probe,
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
         is_spliced=not flags.no_splice, refine=flags.refine, allows_code=_runs_code(context, flags, model),

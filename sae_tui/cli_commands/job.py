@@ -39,7 +39,7 @@ from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.output import kind_of, why_no_sae
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import n_logs_of
-from sae_tui.jobs.view.past_runs import SIZES, Forecast, Forecaster, mean_forecast
+from sae_tui.jobs.view.past_runs import SIZES, Forecaster, QualityForecast, mean_forecast
 from sae_tui.jobs.view.reader import JobReader, JobView
 from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract.errors import UsageError, UserError
@@ -85,7 +85,7 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
 
     code = Exit.DONE
     if flags.wait:
-        code = EXITS[wait_until_ended(context, flags.id, is_told=False).state]
+        code = EXITS[wait_until_ended(context, flags.id, prints_end=False).state]
     reader = reader_of(context, flags.id)
     assert reader.view is not None
     if flags.against:
@@ -136,7 +136,7 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
     return newest | {BEST_STEP: None if step is None else int(step)}
 
 
-def _forecast(context: CommandContext, reader: JobReader) -> Forecast | None:
+def _forecast(context: CommandContext, reader: JobReader) -> QualityForecast | None:
     """Return the forecast for a job's SAE or, in a sweep, for the SAEs that its metrics belong to; None if unknown."""
     job = reader.view
     assert job is not None
@@ -146,13 +146,13 @@ def _forecast(context: CommandContext, reader: JobReader) -> Forecast | None:
     return mean_forecast([found[label] for label in labels]) if found.keys() >= set(labels) else None
 
 
-def _forecast_fields(forecast: Forecast | None) -> dict[str, Any]:
+def _forecast_fields(forecast: QualityForecast | None) -> dict[str, Any]:
     """Return the value expected at the end, and with twice each setting; each is null if it is unknown."""
     twice = forecast.doubled if forecast else {}
     return {"forecast": forecast and forecast.end, "twice": {name: twice.get(name) for name in SIZES}}
 
 
-def _forecast_texts(job: JobView, forecast: Forecast | None) -> Iterator[tuple[str, str]]:
+def _forecast_texts(job: JobView, forecast: QualityForecast | None) -> Iterator[tuple[str, str]]:
     """Yield the lines about the forecasts for a job's SAE, as pairs (title, text)."""
     if forecast is None:
         return

@@ -11,7 +11,7 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import (
     UNKNOWN,
     clock_time,
-    nobody_reads_for,
+    output_closes_within,
     say,
     show_json,
     show_table,
@@ -74,7 +74,7 @@ def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReade
             say(clock_time(time.time()))
             _show_table(_entries(context, flags, matches))
         shown = rows
-        if nobody_reads_for(WATCH_S):
+        if output_closes_within(WATCH_S):
             return Exit.UNREAD
         if time.monotonic() >= reconcile_at:
             context.mend()

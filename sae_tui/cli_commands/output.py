@@ -118,7 +118,7 @@ def clock_time(timestamp: float | None) -> str:
     return UNKNOWN if timestamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
 
 
-def nobody_reads_for(wait_s: float) -> bool:
+def output_closes_within(wait_s: float) -> bool:
     """Return True as soon as the reader of standard output has closed it; return False after `wait_s` seconds."""
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)

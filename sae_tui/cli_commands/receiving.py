@@ -18,7 +18,7 @@ from typing import NoReturn
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import show_json
 from sae_tui.cli_commands.parser import make_parser
-from sae_tui.hosts.far_command import LONGEST_REQUEST, Request
+from sae_tui.hosts.far_command import LONGEST_REQUEST, CommandRequest
 from sae_tui.hosts.protocol import PROTOCOL, Hello
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
@@ -46,9 +46,9 @@ def receive(context: CommandContext, flags: argparse.Namespace) -> int:
     return code
 
 
-def _read_request() -> Request:
+def _read_request() -> CommandRequest:
     try:
-        return decode_as(sys.stdin.buffer.readline(LONGEST_REQUEST), Request)
+        return decode_as(sys.stdin.buffer.readline(LONGEST_REQUEST), CommandRequest)
     except ValueError as error:
         raise UserError(f"the command from the other host is invalid: {error}") from None
 

@@ -14,7 +14,7 @@ import msgspec
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.values import Selector
-from sae_tui.jobs.bulk import Change, NothingToDo, Outcome, change_all, summary
+from sae_tui.jobs.bulk import Change, ChangeOutcome, NothingToDo, change_all, summary
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import BadUsage, UserError
 from trainer.contract.exits import Exit
@@ -97,7 +97,7 @@ def tell(context: CommandContext, job_id: int, message: str) -> int:
     return Exit.DONE
 
 
-def report(context: CommandContext, outcomes: Sequence[Outcome], done: str) -> int:
+def report(context: CommandContext, outcomes: Sequence[ChangeOutcome], done: str) -> int:
     """Print a line per job and, for many jobs, a summary; return the exit code: 1 if nothing was done or a job failed.
 
     Jobs with the same message, such as an invalid note, share a line.

@@ -7,7 +7,7 @@ import os
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.job_files import consent_of, read_job
-from sae_tui.hosts.far_command import FarCommand, Request
+from sae_tui.hosts.far_command import CommandRequest, FarCommand
 from sae_tui.jobs.launch.clone import grid
 from trainer.contract.paths import working_folder
 from trainer.contract.settings.job_file import dump_job
@@ -19,7 +19,7 @@ def send(context: CommandContext, flags: argparse.Namespace) -> int:
     Job files are read on this host and need not exist on the other one. The paths in them are made absolute.
     """
     folder = os.path.abspath(getattr(flags, "folder", None) or working_folder())
-    request = Request(flags.given, folder, _jobs(context, flags))
+    request = CommandRequest(flags.given, folder, _jobs(context, flags))
     prefix = "" if context.as_json else f"{flags.on_host}: "
     return FarCommand(flags.on_host, request, context.settings.ssh_command or ("ssh",), prefix=prefix).run()
 

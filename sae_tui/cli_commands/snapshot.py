@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
-from sae_tui.cli_commands.output import nobody_reads_for
+from sae_tui.cli_commands.output import output_closes_within
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import ReopeningSource
@@ -77,7 +77,7 @@ def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float
     while True:
         began = time.monotonic()
         yield _snapshot(source, read_all(source, count), occupancy, data, problem, bool(problem))
-        if nobody_reads_for(every_s - (time.monotonic() - began)):
+        if output_closes_within(every_s - (time.monotonic() - began)):
             return
         if problem or (isinstance(source, ReopeningSource) and source.must_reopen):
             close_source(source)

@@ -46,8 +46,8 @@ def _what_came_of(view: JobView) -> str:
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
 
 
-def wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = True) -> JobView:
-    """Wait until the job has ended, print how it ended if `is_told`, and return it.
+def wait_until_ended(context: CommandContext, job_id: int, *, prints_end: bool = True) -> JobView:
+    """Wait until the job has ended, print how it ended if `prints_end`, and return it.
 
     Raise `UserError` if the job is deleted in the meantime.
     """
@@ -65,7 +65,7 @@ def wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = Tr
         raise UserError(f"job {job_id} was deleted during --wait")
     view = reader.view
     reader.close()
-    if is_told and not context.as_json:
+    if prints_end and not context.as_json:
         say(f"job {job_id} {ENDED[view.state]}{_what_came_of(view)}")
     return view
 

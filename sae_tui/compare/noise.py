@@ -34,7 +34,7 @@ class Lead(msgspec.Struct, frozen=True):
         return self.lead > self.least
 
 
-class MeasuredSae(msgspec.Struct, frozen=True):
+class SaeResult(msgspec.Struct, frozen=True):
     """An SAE with one of its results and that result's standard error; either is None if unknown."""
 
     sae: ComparedSae
@@ -42,7 +42,7 @@ class MeasuredSae(msgspec.Struct, frozen=True):
     error: float | None = None
 
 
-def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
+def lead_of(name: str, best: SaeResult, other: SaeResult, compared: Sequence[SaeResult]) -> Lead | None:
     """Return the best SAE's lead over another SAE in one result, or None if a value or its uncertainty is unknown.
 
     The variation between seeds is estimated from all SAEs in `compared`.
@@ -56,7 +56,7 @@ def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence
     return Lead(abs(other.value - best.value), least, why)
 
 
-def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float, str] | None:
+def _by_errors(name: str, best: SaeResult, other: SaeResult) -> tuple[float, str] | None:
     """Return the smallest significant difference, given both standard errors, and an explanation of this threshold."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
@@ -72,7 +72,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
     return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} combined standard errors"
 
 
-def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
+def _by_seeds(name: str, compared: Sequence[SaeResult], top: float) -> tuple[float, str] | None:
     """Return the smallest significant difference in FVU, given the variation between seeds, and an explanation."""
     if name not in _FVUS:
         return None

@@ -60,7 +60,7 @@ class Curve(msgspec.Struct, frozen=True):
     samples: tuple[Sample, ...]
 
 
-class Run:
+class ComparedRun:
     """Reads a run's files. After the first poll, only what has changed is read."""
 
     def __init__(self, data: DataDir, job_id: int, host: str = "") -> None:

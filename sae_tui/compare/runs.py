@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sae_tui.compare.run import ComparedSae, Curve, Run, Sample
+from sae_tui.compare.run import ComparedRun, ComparedSae, Curve, Sample
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.series import SPEED, own_series, result_metrics, with_held_out
 from trainer.contract.store.job_store import Control
@@ -38,11 +38,11 @@ class Runs:
     def __init__(self, data: DataDir, job_ids: Sequence[int], copied: CopiedRun | None = None) -> None:
         """Open the runs in a data folder and, if given, a copied run."""
         control = Control(data.control_db, readonly=True)
-        self._runs = [(Run(data, job_id), control) for job_id in job_ids]
+        self._runs = [(ComparedRun(data, job_id), control) for job_id in job_ids]
         self._controls = [control]
         if copied:
             self._controls.append(Control(copied.data.control_db, readonly=True))
-            self._runs.append((Run(copied.data, copied.job_id, copied.host), self._controls[-1]))
+            self._runs.append((ComparedRun(copied.data, copied.job_id, copied.host), self._controls[-1]))
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
@@ -68,7 +68,7 @@ class Runs:
             for run, _ in self._runs:
                 run.close()
 
-    def _poll(self) -> list[tuple[Run, ComparedSae]]:
+    def _poll(self) -> list[tuple[ComparedRun, ComparedSae]]:
         """Return the SAEs from all runs that still exist, each with its run."""
         return [(run, sae) for run, control in self._runs if run.poll(control) for sae in run.saes]
 

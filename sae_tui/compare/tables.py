@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sae_tui.compare.noise import Lead, MeasuredSae, lead_of
+from sae_tui.compare.noise import Lead, SaeResult, lead_of
 from sae_tui.compare.run import ComparedSae
 from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
 from sae_tui.jobs.output import kind_of
@@ -368,7 +368,7 @@ def leads_of_best(
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
-    measured = [MeasuredSae(sae, value, _error(sae, result.name)) for sae, value in zip(saes, values, strict=True)]
+    measured = [SaeResult(sae, value, _error(sae, result.name)) for sae, value in zip(saes, values, strict=True)]
     leads = {
         place: lead_of(result.name, measured[top], one, measured) for place, one in enumerate(measured) if place != top
     }

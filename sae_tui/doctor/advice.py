@@ -14,7 +14,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.placement import propose_here, recommend
-from sae_tui.jobs.launch.ways import JobRow, fewest, gpus_for, job_rows, larger, paying_more, why_not_more
+from sae_tui.jobs.launch.ways import Way, fewest, gpus_for, job_rows, larger, paying_more, why_not_more
 from trainer.contract.errors import Problem, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
@@ -30,7 +30,7 @@ class JobReport(msgspec.Struct, frozen=True):
     """All ways to run a job, and the findings about them."""
 
     name: str
-    rows: tuple[JobRow, ...]
+    rows: tuple[Way, ...]
     findings: tuple[Finding, ...]
     price_per_gpu_hour: float | None = None
 
@@ -97,7 +97,7 @@ def _shared(choice: GpuChoice) -> GpuChoice:
     return msgspec.structs.replace(choice, state="available") if choice.state == "busy" else choice
 
 
-def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Finding:
+def _speeds(rows: Sequence[Way], gpus: Sequence[GpuSample], cuda: bool) -> Finding:
     """Report whether the time estimates use speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
@@ -112,7 +112,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
     return Finding("note", "speeds", sentence, f"{measure} every job at its start")
 
 
-def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
+def _recommend(job: JobConfig, rows: Sequence[Way], data: DataShape) -> Finding:
     """Recommend the smallest number of devices on which the job fits and the largest worthwhile number, or a remedy."""
     best = fewest(rows)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
@@ -136,7 +136,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     return Finding("ok", "job", "; ".join(parts))
 
 
-def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
+def _more(best: Way, rows: Sequence[Way]) -> Iterator[str]:
     """Yield sentences about the largest worthwhile number of devices, or why no larger number is worthwhile."""
     if row := paying_more(best, rows):
         yield f"{_named(row)} take {duration(row.seconds)}, {row.speed_up:.1f}× the speed of one: {_flag(row)}"
@@ -145,7 +145,7 @@ def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
         yield f"more are not worth it: {why_not_more(best, rows)}{f' ({reason})' if reason else ''}"
 
 
-def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
+def _too_large(job: JobConfig, rows: Sequence[Way], data: DataShape) -> Finding:
     """Report that the job does not fit in any configuration, and which settings would make it fit."""
     here = [row for row in rows if row.room_bytes is not None] or list(rows)
     least = min(here, key=lambda row: row.memory_bytes)
@@ -161,7 +161,7 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     return Finding("error", "job", sentence, remedy)
 
 
-def _named(row: JobRow) -> str:
+def _named(row: Way) -> str:
     """Return the devices in words and, if there are several, the mode, like `4 GPUs as tensor` or `1 GPU`."""
     devices = _devices(row.ranks, bool(row.n_gpus))
     return devices if row.ranks == 1 else f"{devices} as {row.mode}"
@@ -171,7 +171,7 @@ def _devices(ranks: int, on_gpus: bool) -> str:
     return plural(ranks, "GPU" if on_gpus else "CPU process")
 
 
-def _flag(row: JobRow) -> str:
+def _flag(row: Way) -> str:
     """Return the command-line option for choosing these devices."""
     if row.n_gpus:
         return f"--gpus {','.join(map(str, row.gpus))}"

@@ -77,7 +77,7 @@ class Amd:
     def facts(self) -> GpuFacts:
         asking = Asking(self._smi)
         drivers = [asking.ask("amdsmi_get_gpu_driver_info", gpu.handle) or {} for gpu in self._gpus]
-        version = next((info["driver_version"] for info in drivers if _is_told(info.get("driver_version"))), None)
+        version = next((info["driver_version"] for info in drivers if _is_known(info.get("driver_version"))), None)
         pairs = tuple(self._pair(asking, one, other) for one, other in combinations(self._gpus, 2))
         linked = Counter(gpu for pair in pairs if pair.nvlink for gpu in (pair.first, pair.second))
         return GpuFacts(
@@ -250,12 +250,12 @@ def _uuid(asic: Mapping[str, Any]) -> str | None:
 def _name(asic: Mapping[str, Any] | None) -> str:
     """Return the product name, or a name containing the chip's id if AMD SMI does not know the product."""
     name = printable(str((asic or {}).get("market_name", "")).strip())
-    if not _is_told(name):
+    if not _is_known(name):
         return "AMD GPU"
     return f"AMD GPU {name}" if name.startswith("0x") else name
 
 
-def _is_told(answer: object) -> bool:
+def _is_known(answer: object) -> bool:
     return isinstance(answer, str) and answer not in ("", "N/A")
 
 

@@ -14,7 +14,7 @@ MOST_READINGS = 240  # per process: 12 minutes while the list is open, and 4 min
 _HOLDS_S = 4.0
 
 
-class Reading(NamedTuple):
+class ProcessReading(NamedTuple):
     """A process's values at one monotonic time; None means "unknown"."""
 
     time: float
@@ -28,7 +28,7 @@ class ProcessHistory:
     """The recent readings of the processes in one list."""
 
     def __init__(self) -> None:
-        self._readings: dict[Hashable, deque[Reading]] = {}
+        self._readings: dict[Hashable, deque[ProcessReading]] = {}
 
     def add(self, processes: Iterable[ProcessDetails], now: float) -> None:
         """Add a reading of each process, and forget all processes that are no longer listed."""
@@ -36,14 +36,14 @@ class ProcessHistory:
         for one in processes:
             readings = self._readings[one.key] = old.get(one.key) or deque(maxlen=MOST_READINGS)
             values = one.sm_percent, one.memory_used_bytes, one.cpu_percent, one.host_memory_bytes
-            readings.append(Reading(now, *values))
+            readings.append(ProcessReading(now, *values))
 
-    def of(self, process: ProcessDetails) -> Sequence[Reading]:
+    def of(self, process: ProcessDetails) -> Sequence[ProcessReading]:
         """Return a process's readings, oldest first."""
         return tuple(self._readings.get(process.key, ()))
 
 
-def in_columns(readings: Iterable[Reading], field: str, n: int, span_s: float, now: float) -> list[float | None]:
+def in_columns(readings: Iterable[ProcessReading], field: str, n: int, span_s: float, now: float) -> list[float | None]:
     """Return the means of a field in `n` equal parts of the last `span_s` seconds.
 
     A part without a reading repeats the previous value, or is None if that value is too old. The parts begin at

@@ -48,7 +48,7 @@ class Upkeep:
         self.retention = retention
         self._begun = 0.0
         self._first = True
-        self._made_anew = False
+        self._is_rebuilt = False
         # The wall-clock time and the time since boot at which the wall clock was last trusted.
         self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
@@ -127,7 +127,7 @@ class Upkeep:
         """Return free pages to the file system if there are more than will soon be reused."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
-            self._make_anew(db, pages, free)
+            self._rebuild(db, pages, free)
             return
         if free <= max(SLACK * pages, SLACK_PAGES):
             return
@@ -140,13 +140,13 @@ class Upkeep:
             free = still_free
         _empty_log(db)
 
-    def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
+    def _rebuild(self, db: sqlite3.Connection, pages: int, free: int) -> None:
         """Rewrite a file from an earlier version once so that its pages can be freed; if that fails, keep it."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
-        if self._made_anew or not worth or not _has_space(self._path.parent, n_bytes):
+        if self._is_rebuilt or not worth or not _has_space(self._path.parent, n_bytes):
             return
-        self._made_anew = True
+        self._is_rebuilt = True
         with suppress(sqlite3.Error):
             db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             db.execute("VACUUM")

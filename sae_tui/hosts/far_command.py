@@ -33,7 +33,7 @@ _KEPT_COMPLAINTS = 20
 _LEAVE_S, _EXIT_S = 1.0, 10.0
 
 
-class Request(msgspec.Struct, frozen=True):
+class CommandRequest(msgspec.Struct, frozen=True):
     """A command for another host: its arguments, its working directory, and the text of its job files.
 
     It is sent as one line of JSON to the standard input of `sae-tui receive`, so that no argument appears on a command
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True):
 class FarCommand:
     """A command on another host. The host is not trusted: its output is filtered before it reaches the terminal."""
 
-    def __init__(self, host: str, request: Request, ssh: Sequence[str], *, prefix: str = "") -> None:
+    def __init__(self, host: str, request: CommandRequest, ssh: Sequence[str], *, prefix: str = "") -> None:
         """Prepare the command; `prefix` is prepended to each line of its output."""
         self._host, self._request, self._prefix = host, request.encoded(), prefix
         self._argv = login_argv(host, ["receive"], ssh)

@@ -26,7 +26,7 @@ SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 _MOST_NOISE = 50
 
 
-class Refused(Exception):
+class HostRefused(Exception):
     """Raised for a host that cannot be monitored; `cause` explains why."""
 
     def __init__(self, cause: Cause) -> None:
@@ -37,7 +37,7 @@ class Refused(Exception):
 def messages(link: Link) -> Iterator[Message]:
     """Yield the greeting and the messages that follow.
 
-    Raise `Refused` for a different protocol, an invalid message, or a host that was silent for too long.
+    Raise `HostRefused` for a different protocol, an invalid message, or a host that was silent for too long.
     """
     lines = link.lines()
     try:
@@ -47,9 +47,9 @@ def messages(link: Link) -> Iterator[Message]:
             for line in lines:
                 yield decode(line)
     except ValueError as error:
-        raise Refused(no_message(printable(str(error)))) from None
+        raise HostRefused(no_message(printable(str(error)))) from None
     if link.cut_for:
-        raise Refused(link.cut_for)
+        raise HostRefused(link.cut_for)
 
 
 def cut_if_silent(link: Link) -> None:
@@ -73,7 +73,7 @@ def _greeting(lines: Iterator[bytes]) -> Hello | None:
         if not isinstance(hello, Hello):
             break
         if hello.protocol != PROTOCOL:
-            raise Refused(other_protocol(hello.protocol, hello.version, PROTOCOL))
+            raise HostRefused(other_protocol(hello.protocol, hello.version, PROTOCOL))
         return hello
     else:
         return None
@@ -139,7 +139,7 @@ class HostFollower:
         try:
             for message in messages(link):
                 self._take(message)
-        except Refused as refusal:
+        except HostRefused as refusal:
             return refusal.cause
         finally:
             code = link.close()
@@ -238,7 +238,7 @@ class FarLogReader:
             for message in messages(link):
                 if isinstance(message, Log):
                     self._on_lines(message.lines, message.unfinished)
-        except Refused as refusal:
+        except HostRefused as refusal:
             return refusal.cause.sentence
         finally:
             code = link.close()

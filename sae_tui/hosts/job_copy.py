@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.hosts.causes import Cause, no_connection, no_message
-from sae_tui.hosts.follower import FIRST_WAIT_S, LONGEST_WAIT_S, Refused, cut_if_silent, messages
+from sae_tui.hosts.follower import FIRST_WAIT_S, LONGEST_WAIT_S, HostRefused, cut_if_silent, messages
 from sae_tui.hosts.link import Allowance, Link
 from sae_tui.hosts.protocol import (
     LARGEST_FILE,
@@ -173,7 +173,7 @@ class JobCopy:
                 if self._stopped.is_set():
                     link.stop()
                 take(message)
-        except Refused as refusal:
+        except HostRefused as refusal:
             return refusal.cause
         except ValueError as error:
             return no_message(printable(str(error)))

@@ -22,7 +22,7 @@ Change = Callable[[DataDir, Control, int], str]
 Request = Callable[[DataDir, int, Control], str]
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ChangeOutcome(msgspec.Struct, frozen=True):
     """The result of changing a job: a sentence, and whether the job was changed."""
 
     id: int
@@ -34,14 +34,14 @@ class NothingToDo(NotApplicable):
     """Raised for a job already in the desired state, such as one that has ended; not an error for a single job."""
 
 
-def change_all(data: DataDir, job_ids: Sequence[int], change: Change) -> Iterator[Outcome]:
+def change_all(data: DataDir, job_ids: Sequence[int], change: Change) -> Iterator[ChangeOutcome]:
     """Change the jobs, and yield each outcome once it is stored; raise `StoreError` if the store cannot be used."""
     left = list(job_ids)
     if not left:
         return
     with existing(data, left[0]) as control:
         while left:
-            outcomes: list[Outcome] = []
+            outcomes: list[ChangeOutcome] = []
             until = time.monotonic() + LONGEST_TRANSACTION_S
             with control.together():
                 while left and (not outcomes or time.monotonic() < until):
@@ -55,16 +55,16 @@ def _change_whole(data: DataDir, control: Control, job_id: int, change: Change) 
         return change(data, control, job_id)
 
 
-def attempt(job_id: int, act: Callable[[int], str]) -> Outcome:
+def attempt(job_id: int, act: Callable[[int], str]) -> ChangeOutcome:
     """Act on a job and return the outcome; raise only errors that affect the whole store."""
     try:
-        return Outcome(job_id, act(job_id))
+        return ChangeOutcome(job_id, act(job_id))
     except StoreError:
         raise
     except NotApplicable as error:
-        return Outcome(job_id, str(error), "skipped")
+        return ChangeOutcome(job_id, str(error), "skipped")
     except (UserError, OSError) as error:
-        return Outcome(job_id, sentence(error), "failed")
+        return ChangeOutcome(job_id, sentence(error), "failed")
 
 
 def unless_ended(request: Request) -> Change:
@@ -80,7 +80,7 @@ def unless_ended(request: Request) -> Change:
     return change
 
 
-def summary(outcomes: Sequence[Outcome], done: str) -> str:
+def summary(outcomes: Sequence[ChangeOutcome], done: str) -> str:
     """Return text like `20 jobs: 17 held, 3 skipped`; `done` is the word for the changed jobs."""
     words = {"done": done, "skipped": "skipped", "failed": "failed"}
     counts = {outcome: sum(one.outcome == outcome for one in outcomes) for outcome in words}

@@ -95,7 +95,7 @@ class Torch(msgspec.Struct, frozen=True):
         return f"torch {self.version}, {f'built for {built}, which sees {sees}' if built else 'built without CUDA'}"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class InterpreterReport(msgspec.Struct, frozen=True):
     """An interpreter's report about itself.
 
     `trainer` is the version of its sae-tui package, and `settings` contains the settings supported by its trainer.
@@ -118,7 +118,7 @@ class Environment(msgspec.Struct, frozen=True):
     """
 
     python: str
-    answer: Answer | None = None
+    answer: InterpreterReport | None = None
     failure: str = ""
     is_asked: bool = False
 
@@ -282,7 +282,7 @@ def _ask(path: str, limit_s: float) -> Environment:
     except OSError as error:
         return Environment(path, failure=f"{path} cannot be run: {error.strerror or error}")
     try:
-        return Environment(path, decode_as(done.stdout.strip().rpartition(b"\n")[2], Answer))
+        return Environment(path, decode_as(done.stdout.strip().rpartition(b"\n")[2], InterpreterReport))
     except ValueError:
         said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
         is_answer = done.stdout or not done.returncode

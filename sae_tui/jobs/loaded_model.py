@@ -43,7 +43,7 @@ class Loading(NamedTuple):
     since: float
 
 
-class Loaded(NamedTuple):
+class ModelLoaded(NamedTuple):
     """The model is in memory; `device` is like `GPU 3` or `the CPU`."""
 
     ready: Ready
@@ -57,7 +57,7 @@ class Failed(NamedTuple):
     is_loaded: bool
 
 
-News = Loading | Loaded | TextRead | Continued | Generated | Failed
+News = Loading | ModelLoaded | TextRead | Continued | Generated | Failed
 
 
 class _Pending(NamedTuple):
@@ -89,7 +89,7 @@ class LoadedModel:
         self._waiting: dict[Hashable, _Pending] = {}
         self._now: _Pending | None = None
         self._interaction: Interaction | None = None
-        self._loaded: tuple[ChosenSae, Loaded] | None = None
+        self._loaded: tuple[ChosenSae, ModelLoaded] | None = None
         # The state of the files that the process has read.
         self._read_from: list[tuple[int, int]] = []
         self._has_thread = self._is_closed = self._has_gpu = False
@@ -198,7 +198,7 @@ class LoadedModel:
         with self._changed:
             return self._now.request if self._now else None
 
-    def _opened(self, pending: _Pending) -> tuple[Interaction, Loaded]:
+    def _opened(self, pending: _Pending) -> tuple[Interaction, ModelLoaded]:
         """Return the process that has the SAE loaded; start one if necessary."""
         files = self._files(pending.sae)
         is_same = self._loaded is not None and self._loaded[0] == pending.sae and self._read_from == files
@@ -215,7 +215,7 @@ class LoadedModel:
         if is_unwanted:
             interaction.close(_LEAVE_S)
         ready = interaction.start(partial(self._report_stage, pending, since))
-        loaded = Loaded(ready, device)
+        loaded = ModelLoaded(ready, device)
         with self._changed:
             self._loaded = pending.sae, loaded
         return interaction, loaded

@@ -39,14 +39,14 @@ class CausePanel(DetailPanel, can_focus=True):
 
 def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
     """Return the error and the remedy in full, and as much of the traceback as fits into `most` lines."""
-    lines = _beside_sign("✗", postmortem.error, width, "bad")
+    lines = _after_sign("✗", postmortem.error, width, "bad")
     advices = [*filter(None, (postmortem.remedy, postmortem.resumes and f"g {postmortem.resumes}"))]
     for advice in advices or [_CORRECT]:
-        lines += _beside_sign("→", advice, width, "accent")
+        lines += _after_sign("→", advice, width, "accent")
     for other in postmortem.others[:3]:
-        lines += _beside_sign(" ", other, width, "dim")
+        lines += _after_sign(" ", other, width, "dim")
     if postmortem.stacks:
-        lines += _beside_sign(" ", f"stack traces of the hung ranks: {postmortem.stacks}", width, "dim")
+        lines += _after_sign(" ", f"stack traces of the hung ranks: {postmortem.stacks}", width, "dim")
     space = max(2, most - len(lines) - 1)
     if postmortem.traceback:
         lines.append(((fit(" exception", width), "title"),))
@@ -55,7 +55,7 @@ def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
     return lines
 
 
-def _beside_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
+def _after_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
     """Return the text as wrapped lines, with the sign before the first line."""
     lines = wrap(text, max(10, width - 3))
     return [((fit(f" {sign if row == 0 else ' '} {line}", width), style),) for row, line in enumerate(lines)]

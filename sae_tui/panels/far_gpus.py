@@ -18,7 +18,7 @@ from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.panels.gpu_lines import gpu_lines
 from sae_tui.panels.gpu_row import GpuRow, short_name
 from sae_tui.widgets.lines import Line, LineView, Span
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 from trainer.contract.wording import plural
 
 _SIGNS: dict[ConnectionStage, tuple[str, str]] = {
@@ -75,7 +75,7 @@ class FarGpus(LineView, can_focus=True):
         """Show the processes on the GPUs of the host under the cursor."""
         if self._at < len(self._hosts):
             view = self._hosts[self._at].view
-            self.app.push_screen(TextScreen(f"Processes on {view.name}", partial(process_lines, view)))
+            self.app.push_screen(LinesScreen(f"Processes on {view.name}", partial(process_lines, view)))
 
     def on_focus(self) -> None:
         self._draw()

@@ -73,7 +73,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]
     lines: list[Line] = []
     for start in range(0, len(rows), grid.columns):
         cards = [card(row, card_width - _GAP, grid.height) for row in rows[start : start + grid.columns]]
-        lines += [_beside([one[y] for one in cards], card_width) for y in range(grid.height)]
+        lines += [_joined([one[y] for one in cards], card_width) for y in range(grid.height)]
     return lines
 
 
@@ -163,7 +163,7 @@ def _card_row(row: GpuRow, column: GpuColumn, width: int) -> Line:
     return (*line, _spark(row, meter, space), (" ", "text"))
 
 
-def _beside(lines: Sequence[Line], width: int) -> Line:
+def _joined(lines: Sequence[Line], width: int) -> Line:
     spans: list[Span] = []
     for line in lines:
         used = sum(cell_len(text) for text, _ in line)

@@ -130,14 +130,14 @@ class GpuMeters(LineView):
         rows = fold_withheld([GpuRow(sample, "", "", lambda *_: ()) for sample in samples])
         most_rows = max(1, most_rows)
         wanted = max(-(-len(rows) // most_rows), self.width // _WIDE)
-        n_beside = max(1, min(wanted, self.width // _NARROW))
-        width, n_cells = self.width // n_beside, n_beside * most_rows
+        n_columns = max(1, min(wanted, self.width // _NARROW))
+        width, n_cells = self.width // n_columns, n_columns * most_rows
         n_shown = len(rows) if len(rows) <= n_cells else n_cells - 1
         cells = [_meters(row, width) for row in rows[:n_shown]]
         if n_shown < len(rows):
             cells.append(fill(((f" and {plural(len(rows) - n_shown, 'more GPU')}", "dim"),), width))
         # Arrange the cells from top to bottom, then from left to right.
-        n_rows = -(-len(cells) // n_beside)
+        n_rows = -(-len(cells) // n_columns)
         self.show([tuple(span for cell in cells[row::n_rows] for span in cell) for row in range(n_rows)])
 
 

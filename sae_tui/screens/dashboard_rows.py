@@ -88,7 +88,7 @@ class Contents:
         return gpu_cards.TALLEST if self.is_card_view else TALLEST if self.tiles else 0
 
 
-_Wishes = Iterator[Mapping[str, int]]
+_Requests = Iterator[Mapping[str, int]]
 
 
 @functools.lru_cache(maxsize=16)  # called several times per tick, mostly with the same arguments
@@ -101,9 +101,9 @@ def arrange(width: int, height: int, contents: Contents, lower: Lower = "") -> P
     side_by_side = width >= SIDE_BY_SIDE_FROM and lower in ("", "jobs")
     rows = PanelHeights(frame_of(width, height), 0, 0, 0, is_side_by_side=side_by_side)
     rows = _least(rows, space, contents, lower)
-    wishes = _Layout(width, height, contents, rows).wishes(lower)
-    for wish in wishes:
-        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in wish.items()})
+    requests = _Layout(width, height, contents, rows).requests(lower)
+    for request in requests:
+        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in request.items()})
         rows = larger if larger.height <= space else rows
     hides_only_jobs = rows.jobs <= contents.n_jobs and rows.processes > contents.n_processes
     takes_rest = "processes" if rows.processes and not (contents.is_running or hides_only_jobs) else "jobs"
@@ -139,7 +139,7 @@ class _Layout:
     of: Contents
     least: PanelHeights
 
-    def wishes(self, lower: Lower) -> _Wishes:
+    def requests(self, lower: Lower) -> _Requests:
         """Yield the desired heights, each as the `PanelHeights` fields to raise."""
         if lower in ("processes", "gpus"):
             yield from self._gpu_lines(always=True) if lower == "gpus" else ()
@@ -148,12 +148,12 @@ class _Layout:
         else:
             yield from self._while_jobs_run() if self.of.is_running else self._without_running_jobs()
 
-    def _of_jobs(self) -> _Wishes:
+    def _of_jobs(self) -> _Requests:
         yield self._jobs(_MANY_JOBS)
         yield from self._previews(_LEAST_PREVIEW, _GOOD_PREVIEW)
         yield self._jobs(self.of.n_jobs)
 
-    def _while_jobs_run(self) -> _Wishes:
+    def _while_jobs_run(self) -> _Requests:
         """Yield the jobs and the preview before the processes."""
         yield self._jobs(min(self.of.n_active, _MANY_JOBS))
         yield from self._plots(_LEAST_PLOT)
@@ -169,7 +169,7 @@ class _Layout:
         yield self._jobs(self.of.n_jobs)
         yield from self._plots(_LEAST_PLOT + 1)
 
-    def _without_running_jobs(self) -> _Wishes:
+    def _without_running_jobs(self) -> _Requests:
         """Yield the processes before jobs that wait or have ended."""
         yield {"processes": _LEAST_PROCESSES}
         yield {"jobs": 1 + _IDLE_JOBS}
@@ -193,14 +193,14 @@ class _Layout:
         n_rows = -(-self.of.n_processes // _STEP) * _STEP
         return {"processes": 1 + min(n_rows, most)}
 
-    def _plots(self, first: int) -> _Wishes:
+    def _plots(self, first: int) -> _Requests:
         """Yield the heights of four plots in a two-by-two grid, each with a heading."""
         if self.least.totals and self.width >= PLOTS_FROM:
             most = max(_LEAST_PLOT, self.height // _ROWS_PER_PLOT_ROW)
             for plot in range(first, (_LEAST_PLOT if first == _LEAST_PLOT else most) + 1):
                 yield {"plot": plot, "totals": 2 * (plot + 1)}
 
-    def _gpu_lines(self, *, always: bool = False) -> _Wishes:
+    def _gpu_lines(self, *, always: bool = False) -> _Requests:
         """Yield two lines per GPU, in narrow windows only if `always`; tiles grow to their full height."""
         n = self.of.n_gpus
         for lines in range(2, self.of.tallest + 1):
@@ -208,7 +208,7 @@ class _Layout:
         if n and (always or self.width >= PLOTS_FROM) and not self.of.tallest:
             yield {"gpus": 2 * n, "per_gpu": 2}
 
-    def _previews(self, first: int, last: int) -> _Wishes:
+    def _previews(self, first: int, last: int) -> _Requests:
         if self.of.previews and self.least.is_side_by_side:
             yield {"jobs": last}
         elif self.of.previews:

@@ -100,7 +100,7 @@ class FarJobScreen(JobScreen):
         watcher = CopyWatcher(copy.data, copy.on_change, readonly=True)
         self._actions = FarActions(home, copy.host, app)
         super().__init__(FarSession(home, copy, watcher, self._actions), copy.job_id)
-        self._progress = self._told = ""
+        self._progress = self._reported = ""
         self._use = ProgramUse()  # a command's processes are on the other host
 
     def compose(self) -> ComposeResult:
@@ -134,9 +134,9 @@ class FarJobScreen(JobScreen):
     def _show_change(self) -> None:
         self.session.watcher.poke()
         why = self._copy.state.sentence
-        if why and why != self._told and self.app.screen is not self:
+        if why and why != self._reported and self.app.screen is not self:
             self.notify(self._words, severity="warning", markup=False)
-        self._told = why
+        self._reported = why
         self.show_jobs()
         self._leave()
 

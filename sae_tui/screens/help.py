@@ -13,7 +13,7 @@ from textual.screen import Screen
 
 from sae_tui.format import fit
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 
 _EVERYWHERE = "Everywhere"
 # Maps the first part of a binding's id to the topic for a binding without a group.
@@ -33,7 +33,7 @@ class Topic:
     keys: tuple[tuple[str, str, str], ...]
 
 
-class HelpScreen(TextScreen):
+class HelpScreen(LinesScreen):
     """Shows the introduction of a screen, if it has one, and its keys; escape closes it."""
 
     BINDINGS = [

@@ -37,7 +37,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.old_keys import old_key
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class JobScreen(Evaluates, FramedScreen):
         title = f"Load the SAE with {snippet.library}; sent to the terminal's clipboard"
         code = [((line, "text"),) for line in snippet.code.splitlines()]
         more = [((" ", "text"),), ((f"Close this and press L again to load it with {other}.", "dim"),)]
-        self.app.push_screen(TextScreen(title, lambda _: [*code, *(more if len(snippets) > 1 else [])]))
+        self.app.push_screen(LinesScreen(title, lambda _: [*code, *(more if len(snippets) > 1 else [])]))
 
     @property
     def _sae_folder(self) -> Path:

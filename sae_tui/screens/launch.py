@@ -29,7 +29,7 @@ from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.catalog import KINDS, TRAINING
@@ -266,7 +266,7 @@ class LaunchScreen(FramedScreen):
     def _show_looked(self, event: Looked) -> None:
         if event.inspected is not None and self.is_current:
             lines = functools.partial(inspection_lines, event.place, event.inspected)
-            self.app.push_screen(TextScreen("Stored activations", lines))
+            self.app.push_screen(LinesScreen("Stored activations", lines))
         elif event.problem:
             self.notify(event.problem, title="Not inspected", severity="error", markup=False)
 

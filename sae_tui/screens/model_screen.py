@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.screen import Screen
 
 from sae_tui.format import measured_duration, wrap
-from sae_tui.jobs.loaded_model import ChosenSae, Failed, Loaded, Loading, News
+from sae_tui.jobs.loaded_model import ChosenSae, Failed, Loading, ModelLoaded, News
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.frame import FramedScreen
@@ -56,7 +56,7 @@ class ModelScreen(FramedScreen):
         super().__init__(name=name)
         self.session, self.sae, self.features, self.latent = session, sae, features, latent
         self.being_loaded: Loading | None = None
-        self.loaded: Loaded | None = None
+        self.loaded: ModelLoaded | None = None
         self.failed: Failed | None = None
         self.answer: TextRead | Continued | Generated | None = None  # to the latest request
         self.is_waiting = False  # whether the latest request has no final answer yet
@@ -90,7 +90,7 @@ class ModelScreen(FramedScreen):
         news = event.news
         if isinstance(news, Loading):
             self.being_loaded, self.loaded = news, None
-        elif isinstance(news, Loaded):
+        elif isinstance(news, ModelLoaded):
             self.being_loaded, self.loaded = None, news
         elif event.number != self._n_requests:
             return

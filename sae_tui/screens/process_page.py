@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from textual.binding import Binding
 
 from sae_tui.format import UNKNOWN, clock_time, duration, fit, gibibytes, percent, wrap
-from sae_tui.gpu.process_history import Reading, in_columns
+from sae_tui.gpu.process_history import ProcessReading, in_columns
 from sae_tui.gpu.processes import ProcessDetails, Surroundings, surroundings
 from sae_tui.panels.processes import PROCESSES
 from sae_tui.widgets.area import area, columns_of, side_by_side, time_axis
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.old_keys import old_key
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 
 _NAME = 13  # width of the name column, in cells
 _MOST_OF_A_PARENT = 160  # in characters; enough to identify what started a process
@@ -114,7 +114,7 @@ def _round_up(value: float, unit: int) -> float:
     return next(factor * power for factor in (2, 4, 6, 8, 10) if factor * power * unit >= value) * unit
 
 
-def graph_lines(readings: Sequence[Reading], width: int, height: int, now: float) -> list[Line]:
+def graph_lines(readings: Sequence[ProcessReading], width: int, height: int, now: float) -> list[Line]:
     """Return a graph of `height` rows for each quantity with a known value, two of them side by side if they fit."""
     known = [one for one in _GRAPHS if any(getattr(reading, one.field) is not None for reading in readings)]
     n_beside = 2 if width >= _BESIDE_FROM else 1
@@ -133,7 +133,7 @@ def graph_lines(readings: Sequence[Reading], width: int, height: int, now: float
 
 
 def _graph(
-    graph: _Graph, readings: Sequence[Reading], width: int, height: int, span_s: float, now: float
+    graph: _Graph, readings: Sequence[ProcessReading], width: int, height: int, span_s: float, now: float
 ) -> list[Line]:
     values = in_columns(readings, graph.field, columns_of(width), span_s, now)
     top = graph.top(max((value for value in values if value is not None), default=0))
@@ -143,7 +143,7 @@ def _graph(
     return area(heading, shares, style=graph.style, ceiling=top / graph.unit, width=width, height=height)
 
 
-class ProcessPage(TextScreen):
+class ProcessPage(LinesScreen):
     """The full page for a process, redrawn with every sample; if `may_show`, a key reveals possibly secret values.
 
     `latest` returns the process as last listed, or None if it is no longer listed, and `readings` returns its recent
@@ -160,14 +160,14 @@ class ProcessPage(TextScreen):
         self,
         process: ProcessDetails,
         latest: Callable[[], ProcessDetails | None],
-        readings: Callable[[], Sequence[Reading]],
+        readings: Callable[[], Sequence[ProcessReading]],
         *,
         may_show: bool,
     ) -> None:
         super().__init__(f"Process {process.pid}", self._lines)
         self._process, self._around, self._may_show = process, surroundings(process), may_show
         self._latest, self._readings = latest, readings
-        self._seen: Sequence[Reading] = ()
+        self._seen: Sequence[ProcessReading] = ()
         # The environment does not change, so its lines are built only once.
         self._environment = functools.cache(lambda width, whole: environment_lines(self._around, width, whole=whole))
         self.shows_all = False

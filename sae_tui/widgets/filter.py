@@ -27,7 +27,7 @@ class Filter(Input):
         self.query_ancestor(Filtered).focus_rows()
 
 
-class Found(LineView):
+class FilterSummary(LineView):
     """The text on the right of the filter line, such as the number of rows found and the order."""
 
     text = ""
@@ -50,14 +50,14 @@ class Filtered(Vertical):
     Filtered.-unfiltered Label, Filtered.-unfiltered Input { display: none; }
     Filtered Label { color: $text-accent; }
     Filtered Input { width: 1fr; background: $panel; }
-    Filtered Found { width: 1fr; height: 1; background: $panel; }
+    Filtered FilterSummary { width: 1fr; height: 1; background: $panel; }
     """
     PLACEHOLDER = ""
 
     def filter_line(self) -> Widget:
         """Return the line to put above the table."""
         return Horizontal(
-            Label(" /"), Filter(placeholder=self.PLACEHOLDER, compact=True, id="filter"), Found(id="found")
+            Label(" /"), Filter(placeholder=self.PLACEHOLDER, compact=True, id="filter"), FilterSummary(id="found")
         )
 
     @property
@@ -75,7 +75,7 @@ class Filtered(Vertical):
         self.set_class(self.filtering or bool(text), "-in-use")
         # Hide the input field if there is no filter, because an empty field would look like a filter.
         self.set_class(not self.filtering, "-unfiltered")
-        self.query_one(Found).say(text)
+        self.query_one(FilterSummary).say(text)
 
     def action_filter(self) -> None:
         self.add_class("-in-use").remove_class("-unfiltered")

@@ -28,7 +28,7 @@ class Words(SelectOverlay):
             super().action_page_down()  # type: ignore[no-untyped-call]
 
 
-class Chosen(SelectCurrent):
+class MenuValue(SelectCurrent):
     """A menu's value, shown in the first frame drawn; Textual would show it only after some messages."""
 
     def __init__(self, placeholder: str, value: RenderableType | None) -> None:
@@ -51,7 +51,7 @@ class Menu(Select[Any], inherit_bindings=False):
 
     def compose(self) -> ComposeResult:
         chosen = [words for words, value in self._options if value == self._value != self.NULL]
-        yield Chosen(self.prompt, chosen[0] if chosen else None)
+        yield MenuValue(self.prompt, chosen[0] if chosen else None)
         yield Words(type_to_search=self._type_to_search).data_bind(compact=Select.compact)
 
     def _on_mount(self, event: events.Mount) -> None:

@@ -34,16 +34,16 @@ class Page(LineView, can_focus=True):
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
 
-class TextScreen(Dialog[None]):
+class LinesScreen(Dialog[None]):
     """Shows the lines returned by `lines` for the width; Escape closes the dialog."""
 
     BINDINGS = [
         Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to the previous screen"),
     ]
     DEFAULT_CSS = """
-    TextScreen { align: center middle; }
-    TextScreen > Vertical { width: 96%; max-width: 160; height: auto; max-height: 96%; padding: 0 1; }
-    TextScreen > Vertical { border: round $primary; background: $surface; }
+    LinesScreen { align: center middle; }
+    LinesScreen > Vertical { width: 96%; max-width: 160; height: auto; max-height: 96%; padding: 0 1; }
+    LinesScreen > Vertical { border: round $primary; background: $surface; }
     """
 
     def __init__(self, title: str, lines: Lines) -> None:

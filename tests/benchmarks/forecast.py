@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sae_tui.jobs.view.past_runs import read_runs, recipes_of
-from sae_tui.jobs.view.quality import Curve, Estimate, PastRun, at_end, doubled, least_squares
+from sae_tui.jobs.view.quality import Curve, FvuEstimate, PastRun, at_end, doubled, least_squares
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -38,7 +38,7 @@ DRAWS = 20
 class Outcome(NamedTuple):
     """An estimate and the true value."""
 
-    estimate: Estimate
+    estimate: FvuEstimate
     true: float
 
     @property
@@ -100,7 +100,7 @@ def table_of_doubled(runs: Sequence[PastRun]) -> Table:
     for name in runs[0].recipe.sizes:
         found, stays = [], []
         for small, large in pairs(runs, name):
-            now = Estimate(small.final, small.final, small.final, 1)
+            now = FvuEstimate(small.final, small.final, small.final, 1)
             past = [run for run in like(small, runs) if run is not large]
             if estimate := doubled(small.recipe, now, [*past, small]).get(name):
                 found.append(Outcome(estimate, large.final))

@@ -5,7 +5,7 @@ from textual.app import App
 from textual.screen import Screen
 
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.reading import LinesScreen
 
 
 class Recorded(App[None]):
@@ -43,7 +43,7 @@ async def test_a_yes_is_ignored_until_the_question_is_redrawn_after_another_dial
         question = Confirm("Delete everything?")
         await app.push_screen(question, answers.append)
         await pilot.pause()
-        await app.push_screen(TextScreen("Messages", lambda width: [(("over it", "text"),)]))
+        await app.push_screen(LinesScreen("Messages", lambda width: [(("over it", "text"),)]))
         await pilot.pause()
         app.pop_screen()
         assert app.screen is question

@@ -23,7 +23,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import LogView
-from sae_tui.widgets.reading import Page, TextScreen
+from sae_tui.widgets.reading import LinesScreen, Page
 from sae_tui.widgets.setting_form import SettingForm
 from trainer.contract.store.states import JobState
 
@@ -179,7 +179,7 @@ async def test_enter_on_a_host_shows_its_gpu_processes(make_app, folder) -> None
         await far_jobs(pilot)
         app.screen.query_one(FarGpus).focus()
         await pilot.press("enter")
-        await wait_until(pilot, lambda: isinstance(app.screen, TextScreen) and app.screen.query(Page))
+        await wait_until(pilot, lambda: isinstance(app.screen, LinesScreen) and app.screen.query(Page))
         lines = [" ".join(line.split()) for line in text(app, Page).splitlines()]
         assert lines[:2] == ["GPU 0 H100 idle", "GPU 1 H100 job 7 (theirs)"]
         assert lines[2:] == ["4711 ada 5.0 GiB python x.py", "5 – – cannot be seen from there"]

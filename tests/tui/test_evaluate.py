@@ -66,7 +66,7 @@ async def open_job(pilot: Pilot[None], app: SaeApp, job_id: int) -> None:
 async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[request.Request] = []
+    asked: list[request.EvaluationRequest] = []
     monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one), "")[1])
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:

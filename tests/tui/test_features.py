@@ -196,7 +196,7 @@ async def test_a_missing_evaluation_is_offered_and_its_result_fills_the_screen(
     data.run(job_id).create()
     data.sae(job_id).mkdir(parents=True)
     (data.sae(job_id) / "cfg.json").touch()
-    asked: list[request.Request] = []
+    asked: list[request.EvaluationRequest] = []
     monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one), "job 1 is being evaluated")[1])
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:

@@ -28,7 +28,7 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import LogView
-from sae_tui.widgets.reading import Page, TextScreen
+from sae_tui.widgets.reading import LinesScreen, Page
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job_file import dump_job, parse_job
@@ -724,7 +724,7 @@ async def test_keys_copy_the_command_that_launches_the_job_and_python_that_loads
         assert app.clipboard == "sae-tui launch /dev/null --set name=minilm --set data.path=data/sample"
         await pilot.press("L")
         assert app.clipboard == f"from sae_lens import SAE\n\nsae = SAE.load_from_disk('{folder}')\n"
-        assert isinstance(app.screen, TextScreen)
+        assert isinstance(app.screen, LinesScreen)
         await pilot.pause()
         shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
         assert "Load the SAE with SAELens; sent to the terminal's clipboard" in shown

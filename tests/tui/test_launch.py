@@ -34,7 +34,7 @@ from sae_tui.screens.launch import LaunchScreen, inspection_lines
 from sae_tui.settings import load_settings
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.reading import Page, TextScreen
+from sae_tui.widgets.reading import LinesScreen, Page
 from sae_tui.widgets.setting_form import FieldHelp, SettingForm, SettingRow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -1098,7 +1098,7 @@ INSPECTED = Inspected(100, 4, "F16", 100, 0.5, 1.0, 2.0, (DataFinding("warning",
 
 
 def on_page(app, words: str) -> bool:
-    return isinstance(app.screen, TextScreen) and any(words in page.plain for page in app.screen.query(Page))
+    return isinstance(app.screen, LinesScreen) and any(words in page.plain for page in app.screen.query(Page))
 
 
 def test_the_result_of_an_inspection_is_shown_in_full_at_any_width() -> None:

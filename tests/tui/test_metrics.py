@@ -10,7 +10,7 @@ from support.tui import record_job, record_metrics, wait_until
 from sae_tui.panels.metric_grid import MetricGrid, MetricPlot, metrics_of
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.metrics import MetricsScreen
-from sae_tui.widgets.filter import Found
+from sae_tui.widgets.filter import FilterSummary
 from trainer.contract.store.states import JobState
 
 
@@ -36,7 +36,7 @@ def shown(app) -> str:
 
 
 def said(app) -> str:
-    return app.screen.query_one(Found).text
+    return app.screen.query_one(FilterSummary).text
 
 
 async def opened(pilot) -> None:

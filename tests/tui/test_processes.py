@@ -24,10 +24,10 @@ from sae_tui.panels.processes import GpuMeters, ProcessTable
 from sae_tui.screens import process_list
 from sae_tui.screens.processes import ProcessesScreen
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.filter import Found
+from sae_tui.widgets.filter import FilterSummary
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.lines import LineView
-from sae_tui.widgets.reading import Page, TextScreen
+from sae_tui.widgets.reading import LinesScreen, Page
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
@@ -125,7 +125,7 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
         await pilot.press("end", "enter")
-        await wait_until(pilot, lambda: isinstance(app.screen, TextScreen) and app.screen.query(Page))
+        await wait_until(pilot, lambda: isinstance(app.screen, LinesScreen) and app.screen.query(Page))
         page = app.screen.query_one(Page)
         await wait_until(pilot, lambda: "environment" in page.plain)
         assert f"started by   {os.getpid()}" in page.plain
@@ -284,7 +284,7 @@ async def test_the_process_page_shows_graphs_that_grow_while_it_is_open(make_app
         app.screen.query_one(ProcessTable).cursor = f"pid:{two[0].pid}"
         await wait_until(pilot, lambda: listed.table.selected.process.cpu_percent is not None)
         await pilot.press("enter")
-        await wait_until(pilot, lambda: isinstance(app.screen, TextScreen) and app.screen.query(Page))
+        await wait_until(pilot, lambda: isinstance(app.screen, LinesScreen) and app.screen.query(Page))
         page, process = app.screen.query_one(Page), listed.table.selected.process
         await wait_until(pilot, lambda: "last 2 min" in page.plain)
         for title in (" SM ", " GPU memory 1.0 GiB", " CPU 0%", " Host memory "):
@@ -384,7 +384,7 @@ async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(mak
             listed.show_samples(app.session.monitor.latest(), "")
             await pilot.pause()
         assert threading.active_count() <= n_before + 1
-        assert "the system does not respond" in listed.query_one(Found).text
+        assert "the system does not respond" in listed.query_one(FilterSummary).text
         for _ in range(50):  # other work that hangs
             app.run_worker(lambda: released.wait(60), thread=True)
         app.session.actions.do(lambda: "it was done")

@@ -24,7 +24,7 @@ from textual.widgets import Input
 from sae_tui.app import SaeApp
 from sae_tui.jobs.evaluation.request import ReservedGpu
 from sae_tui.jobs.gpus.locks import GpuLocks
-from sae_tui.jobs.loaded_model import ChosenSae, Failed, Loaded, LoadedModel
+from sae_tui.jobs.loaded_model import ChosenSae, Failed, LoadedModel, ModelLoaded
 from sae_tui.panels.latents import LatentList, shade
 from sae_tui.panels.tokens import TokenText, wrapped
 from sae_tui.screens.features import FeaturesScreen
@@ -271,7 +271,7 @@ async def test_an_idle_process_ends_and_the_next_request_starts_it_again(
     for _ in range(2):
         news: list[object] = []
         model.ask("one", ChosenSae(1), None, news.append)
-        await _until(lambda news=news: any(isinstance(one, Loaded) for one in news))
+        await _until(lambda news=news: any(isinstance(one, ModelLoaded) for one in news))
         await _until(lambda: not stubs())
     model.close()
 
@@ -281,7 +281,7 @@ async def test_a_gpu_is_locked_while_the_model_is_loaded_and_then_released(data:
     model, news = LoadedModel(data, lambda job: gpu), []
     model.command = (sys.executable, str(model_stub.__file__), "plain", str(tmp_path))
     model.ask("one", ChosenSae(1), None, news.append)
-    await _until(lambda: any(isinstance(one, Loaded) for one in news))
+    await _until(lambda: any(isinstance(one, ModelLoaded) for one in news))
     assert news[-1].device == "GPU 3"
     (process,) = stubs()
     assert process.environ()["CUDA_VISIBLE_DEVICES"] == "GPU-a"
@@ -301,7 +301,7 @@ async def test_without_an_idle_gpu_a_job_from_a_gpu_runs_on_the_cpu_and_says_so(
     model, news = LoadedModel(data, lambda job: None), []
     model.command = (sys.executable, str(model_stub.__file__), "plain", str(tmp_path))
     model.ask("one", ChosenSae(job_id), None, news.append)
-    await _until(lambda: any(isinstance(one, Loaded) for one in news))
+    await _until(lambda: any(isinstance(one, ModelLoaded) for one in news))
     assert news[-1].device == "the CPU, since no GPU is idle"
     model.close()
 

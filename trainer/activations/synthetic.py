@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
-class Firings(NamedTuple):
+class FeatureFirings(NamedTuple):
     """Firing features, as parallel arrays: the row's position in the request, the feature's index, and its coefficient.
 
     Entries are sorted by `rows`. A feature may be listed twice for the same row; its coefficients are then added.
@@ -85,7 +85,7 @@ class Synthetic(IndexedSource):
     def _words(self, indices: Indices) -> Words:
         return mixed(np.sort(indices).astype(np.uint64) ^ self._key)
 
-    def _firings(self, words: Words) -> Firings:
+    def _firings(self, words: Words) -> FeatureFirings:
         """Return the features that fire in each row.
 
         For each row, roots are sampled a Poisson-distributed number of times, in proportion to their rates. The number
@@ -97,10 +97,10 @@ class Synthetic(IndexedSource):
         draws = np.arange(counts.sum()) - starts.repeat(counts)
         chosen = words.repeat(counts) + draws.astype(np.uint64)
         roots = self._groups.roots(words, rows, chosen)
-        fired = Firings(rows, roots, 0.5 + _uniform(chosen, 2))
+        fired = FeatureFirings(rows, roots, 0.5 + _uniform(chosen, 2))
         return self._with_children(words, fired) if self._children else fired
 
-    def _with_children(self, words: Words, fired: Firings) -> Firings:
+    def _with_children(self, words: Words, fired: FeatureFirings) -> FeatureFirings:
         """Add the children that fire; a child of a firing parent fires with the child's own probability."""
         n, c = len(self.features), self._children
         levels, parents = [fired], np.unique(fired.rows * n + fired.features)
@@ -111,11 +111,11 @@ class Synthetic(IndexedSource):
             own = mixed(words[rows] ^ (children.astype(np.uint64) << np.uint64(20)))
             fires = _uniform(own, 4) < self._given_parent[children]
             rows, children = rows[fires], children[fires]
-            levels.append(Firings(rows, children, 0.5 + _uniform(own[fires], 5)))
+            levels.append(FeatureFirings(rows, children, 0.5 + _uniform(own[fires], 5)))
             parents = rows * n + children
-        whole = Firings(*map(np.concatenate, zip(*levels, strict=True)))
+        whole = FeatureFirings(*map(np.concatenate, zip(*levels, strict=True)))
         order = np.argsort(whole.rows, kind="stable")
-        return Firings(whole.rows[order], whole.features[order], whole.coefficients[order])
+        return FeatureFirings(whole.rows[order], whole.features[order], whole.coefficients[order])
 
 
 class _Groups:

@@ -65,7 +65,7 @@ def cards_in(
     `UserError` if there is neither `data` nor a run, or if a file cannot be read.
     """
     folders = saes_in(path)
-    run = None if data else _run_beside(path)
+    run = None if data else _run_of_folder(path)
     if data:
         job = _job_on(data, targets)
     elif run:
@@ -112,7 +112,7 @@ def _job_on(data: Sequence[str], targets: str | None) -> JobConfig:
     return job
 
 
-def _run_beside(path: Path) -> RunPaths | None:
+def _run_of_folder(path: Path) -> RunPaths | None:
     """Return the run that wrote the SAEs in a folder (`RUN/sae`, or `saes/ID` next to `runs/ID`), or None."""
     for folder in (path, path.parent):
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()

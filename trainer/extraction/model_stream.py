@@ -117,13 +117,13 @@ class ModelStream(StreamSource):
         ]
         for model, parts in zip(on_devices[0], of_models.values(), strict=True):
             for number, part in enumerate(parts):
-                part.meta |= part._told_by_model(model, number, len(parts) + number)
+                part.meta |= part._model_meta(model, number, len(parts) + number)
         for stream in (self, *self._of_hooks):
             if stream.part_widths:
                 stream.meta = joined_meta([part.meta for part in stream._parts])
         self.restore({"batch": 0})
 
-    def _told_by_model(self, model: LanguageModel, number: int, target: int) -> dict[str, Any]:
+    def _model_meta(self, model: LanguageModel, number: int, target: int) -> dict[str, Any]:
         """Return the model-dependent metadata for a hook, with the same keys as in a `meta.json`."""
         facts = {
             "hook_name": model.names[number],

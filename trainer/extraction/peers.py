@@ -77,7 +77,7 @@ class Peers(Alone):
         super().__init__(stop, advance)
         self.rank, self.size = rank, size
         self._folder = private_folder(folder)
-        self._told_at, self._n_kept = 0.0, 0
+        self._reported_at, self._n_kept = 0.0, 0
 
     @property
     def is_stopped(self) -> bool:
@@ -95,9 +95,9 @@ class Peers(Alone):
 
     def kept(self, n: int) -> None:
         self._n_kept = n
-        if (now := time.monotonic()) < self._told_at + TELL_EVERY_S:
+        if (now := time.monotonic()) < self._reported_at + TELL_EVERY_S:
             return
-        self._told_at = now
+        self._reported_at = now
         # If the disk is full, writing the next shard will report the error.
         with contextlib.suppress(OSError):
             self._write(f"kept-{self.rank}", n, durable=False)

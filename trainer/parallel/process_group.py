@@ -93,7 +93,7 @@ class Neighbours(Connected):
         return group
 
 
-class Joined(Connected):
+class TorchGroup(Connected):
     """Ranks on GPUs or on several machines, connected by `torch.distributed`."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
@@ -183,7 +183,7 @@ def join(
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             opening = dist.PrefixStore("open", store)
             open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)
-    return Joined(device, store, ranks, time, patience)
+    return TorchGroup(device, store, ranks, time, patience)
 
 
 def _may_hang(device: torch.device) -> bool:

@@ -53,7 +53,7 @@ class Balancer:
         # For each late rank: the number of consecutive intervals in which it has been late, and their total duration in
         # seconds.
         self._late: dict[int, tuple[int, float]] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._seen: deque[tuple[float, list[float]]] = deque()
 
     def look(self, totals: dict[str, Tensor], seconds: float) -> RebalanceDecision:
@@ -101,11 +101,11 @@ class Balancer:
             is_late = time > LATE * typical
             n_late, late_s = self._late.get(rank, (0, 0.0))
             self._late[rank] = (n_late + 1, late_s + seconds) if is_late else (0, 0.0)
-            if rank in self._told and not is_late:
-                self._told.remove(rank)
+            if rank in self._reported and not is_late:
+                self._reported.remove(rank)
                 events.append(HistoryEvent("straggler", f"rank {rank} keeps up with the others again"))
-            elif rank not in self._told and self._late[rank] >= (PATIENCE, 0) and self._late[rank][1] >= PATIENCE_S:
-                self._told.add(rank)
+            elif rank not in self._reported and self._late[rank] >= (PATIENCE, 0) and self._late[rank][1] >= PATIENCE_S:
+                self._reported.add(rank)
                 cause = _cause(rank, totals, self._work()[rank])
                 message = f"rank {rank} takes {time / typical:.1f}× as long as the others: {cause}"
                 events.append(HistoryEvent("straggler", message, "warning"))

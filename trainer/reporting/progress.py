@@ -147,7 +147,7 @@ class StoredProgress(RunProgress):
         self._signed: Heartbeat | None = None
         self._store: RowStore = SeriesFile(store) if isinstance(store, Path) else store
         self._outage: Outage | None = None
-        self._dropped_told = 0
+        self._dropped_reported = 0
         self._closed, self._wake = threading.Event(), threading.Event()
         self._waiting: deque[threading.Event] = deque()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
@@ -224,8 +224,8 @@ class StoredProgress(RunProgress):
             self._write_some()
         if self._outage:
             outage, self._outage = self._outage, None
-            n_lost = self._rows.dropped - self._dropped_told
-            self._dropped_told = self._rows.dropped
+            n_lost = self._rows.dropped - self._dropped_reported
+            self._dropped_reported = self._rows.dropped
             self.event("store", outage.sentence(n_lost), "warning")
             self._write_some()
 

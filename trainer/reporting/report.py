@@ -47,7 +47,7 @@ class Report:
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
         self._rate = 0.0
         # Hooks whose outliers have been reported.
-        self._told_outliers: set[str] = set()
+        self._reported_outliers: set[str] = set()
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
@@ -77,13 +77,13 @@ class Report:
         n_seen = max(1, found.n_seen)
         for label in labels:
             self._sae_rows(step, label, {OUTLIERS: found.outliers / n_seen, NOT_FINITE: found.not_finite / n_seen})
-        self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
+        self._report_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
     def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
         """Report outliers and zero rows in the first sample of a hook's rows."""
         n_seen = max(1, found.n_seen)
         of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
-        self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
+        self._report_outliers(found.outliers / n_seen, of_rows, times, hook)
         if n_zero > MANY_ZERO * n_seen:
             dropped = f"{DROP_ZERO_ROWS} leaves them out"
             level, remedy = ("info", "they are left out") if found.zero else ("warning", dropped)
@@ -116,10 +116,10 @@ class Report:
         if sentence:
             self.log("dimensions", f"{sentence}{_at(hook)}; this run's FVU is measured after this change")
 
-    def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
-        if not share or hook in self._told_outliers:
+    def _report_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
+        if not share or hook in self._reported_outliers:
             return
-        self._told_outliers.add(hook)
+        self._reported_outliers.add(hook)
         norm = f"a norm of more than {times:g} times the median"
         self.warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.runtime.triton_kernels import RECONSTRUCTION_ERRORS, SPARSE_PRODUCTS
-from trainer.saes.kernels.sparse import Decoded, Gradients
+from trainer.saes.kernels.sparse import Decoded, DecoderGradients
 
 
 class Moments(NamedTuple):
@@ -59,9 +59,9 @@ def errors_of_decoded(
     return found.x_hat, Errors(square, found.errors, found.sums)
 
 
-def _gradients(each: Tensor, total: Tensor, grad: Tensor, _: torch.dtype) -> Gradients:
+def _gradients(each: Tensor, total: Tensor, grad: Tensor, _: torch.dtype) -> DecoderGradients:
     twice = 2 * grad
-    return Gradients(each, total * twice, twice)
+    return DecoderGradients(each, total * twice, twice)
 
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.group import local_shard
 from trainer.saes.base import Output
 from trainer.saes.kernels.encode import centre
-from trainer.saes.kernels.sparse import Gradients, decode, decoded_by_kernels
+from trainer.saes.kernels.sparse import DecoderGradients, decode, decoded_by_kernels
 from trainer.saes.losses import Errors, errors_of, triton_for
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 from trainer.saes.topk import TopK
@@ -84,8 +84,8 @@ class Nested(TopK):
         return super().objective(losses | {"mse": mean})
 
 
-def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> Gradients:
-    return Gradients(*kernels.nested_gradients(errors, *grads_and_dtype))
+def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> DecoderGradients:
+    return DecoderGradients(*kernels.nested_gradients(errors, *grads_and_dtype))
 
 
 class _PrefixErrors(torch.autograd.Function):

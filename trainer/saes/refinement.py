@@ -25,7 +25,7 @@ def refined(x: Tensor, acts: Acts, W_dec: Tensor, n_steps: int) -> Acts:
     if not len(whole):
         return acts
     n_active = (whole > 0).sum(dim=1, keepdim=True)
-    found = _Found.of(x, *whole.topk(max(1, int(n_active.max())), dim=1), W_dec)
+    found = _Refined.of(x, *whole.topk(max(1, int(n_active.max())), dim=1), W_dec)
     for _ in range(n_steps):
         chosen = found.or_better(_chosen_again(x, found, n_active, W_dec))
         found = chosen.or_better(_rescaled(x, chosen, W_dec))
@@ -44,7 +44,7 @@ def refuse_transcoder(field: str, *, is_transcoder: bool) -> None:
         raise UserError(f"{field}: must be 0 for a transcoder, which encodes without knowing its target")
 
 
-class _Found(NamedTuple):
+class _Refined(NamedTuple):
     """The activations `values` of the `latents`, both [n_tokens, n], and the error x − x_hat [n_tokens, d_in]."""
 
     values: Tensor
@@ -52,16 +52,16 @@ class _Found(NamedTuple):
     error: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, values: Tensor, latents: Tensor, W_dec: Tensor) -> _Found:
+    def of(cls, x: Tensor, values: Tensor, latents: Tensor, W_dec: Tensor) -> _Refined:
         return cls(values, latents, x - decode(_listed(values, latents, W_dec), W_dec))
 
-    def or_better(self, other: _Found) -> _Found:
+    def or_better(self, other: _Refined) -> _Refined:
         """Return, for each token, the activations with the smaller error."""
         is_better = other.error.square().sum(dim=1) < self.error.square().sum(dim=1)
-        return _Found(*(torch.where(is_better[:, None], new, own) for own, new in zip(self, other, strict=True)))
+        return _Refined(*(torch.where(is_better[:, None], new, own) for own, new in zip(self, other, strict=True)))
 
 
-def _chosen_again(x: Tensor, found: _Found, n_active: Tensor, W_dec: Tensor) -> _Found:
+def _chosen_again(x: Tensor, found: _Refined, n_active: Tensor, W_dec: Tensor) -> _Refined:
     """Take a gradient step, and keep each token's `n_active` [n_tokens, 1] largest activations."""
     slopes = found.error @ W_dec.T
     length = _best_length(slopes.gather(1, found.latents) * (found.values > 0), found.latents, W_dec)
@@ -69,15 +69,15 @@ def _chosen_again(x: Tensor, found: _Found, n_active: Tensor, W_dec: Tensor) -> 
     # topk sorts, so a token's largest activations come first.
     values, latents = moved.topk(found.latents.shape[1], dim=1)
     is_kept = torch.arange(values.shape[1], device=x.device) < n_active
-    return _Found.of(x, values.relu() * is_kept, latents, W_dec)
+    return _Refined.of(x, values.relu() * is_kept, latents, W_dec)
 
 
-def _rescaled(x: Tensor, found: _Found, W_dec: Tensor) -> _Found:
+def _rescaled(x: Tensor, found: _Refined, W_dec: Tensor) -> _Refined:
     """Take a gradient step on the active latents alone."""
     indices = _listed(found.values, found.latents, W_dec).indices
     slopes = row_products(found.error, W_dec, indices).view_as(found.values) * (found.values > 0)
     values = found.values + slopes * _best_length(slopes, found.latents, W_dec)
-    return _Found.of(x, values.relu(), found.latents, W_dec)
+    return _Refined.of(x, values.relu(), found.latents, W_dec)
 
 
 def _best_length(slopes: Tensor, latents: Tensor, W_dec: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
 from trainer.saes.layer import Layer
-from trainer.sharing.parts import PARTS, Part, parts_in, parts_of, scales_of_parts
+from trainer.sharing.parts import PARTS, SaePart, parts_in, parts_of, scales_of_parts
 
 # The metadata key for the dimension scales, {dimension: factor}. In a crosscoder, they are relative to a part's scale.
 SCALES = "dimension_scales"
@@ -104,7 +104,7 @@ class SharedSae(NamedTuple):
         return "W_skip" in self.weights
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SaePart, ...]:
         """The parts that a crosscoder's rows are joined from; () for other SAEs."""
         return () if self.is_transcoder else parts_in(self.metadata, self.d_in)
 

@@ -22,7 +22,7 @@ _ORIGIN = ("model_name", "hook_name", "module")
 _LONGEST = 200
 
 
-class Part(msgspec.Struct, frozen=True):
+class SaePart(msgspec.Struct, frozen=True):
     """A part of a crosscoder's rows.
 
     Training multiplies the part's dimensions by `scale`, relative to the part with the largest factor. The scales are
@@ -46,10 +46,10 @@ class Part(msgspec.Struct, frozen=True):
         return {"name": printable(self.name)[:_LONGEST]} | self.origin()
 
 
-def parts_in(metadata: Mapping[str, Any], d_in: int) -> tuple[Part, ...]:
+def parts_in(metadata: Mapping[str, Any], d_in: int) -> tuple[SaePart, ...]:
     """Return a crosscoder's parts; () if the metadata lists none, or none that fit its rows of `d_in` dimensions."""
     try:
-        parts = msgspec.convert(metadata.get(PARTS), tuple[Part, ...])
+        parts = msgspec.convert(metadata.get(PARTS), tuple[SaePart, ...])
     except msgspec.ValidationError:
         return ()
     return parts if len(parts) > 1 and sum(part.width for part in parts) == d_in else ()
@@ -82,7 +82,7 @@ def origins_of_parts(metas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     ]
 
 
-def refuse_other_parts(parts: Sequence[Part], widths: Sequence[int]) -> None:
+def refuse_other_parts(parts: Sequence[SaePart], widths: Sequence[int]) -> None:
     """Raise `UsageError` if a crosscoder with `parts` cannot read rows whose parts have these widths."""
     if parts and [part.width for part in parts] != [*widths]:
         wanted = " + ".join(str(part.width) for part in parts)
@@ -114,7 +114,7 @@ def parts_of(sae: Sae, given: object) -> list[dict[str, Any]]:
     ]
 
 
-def scales_of_parts(parts: Sequence[Part]) -> Tensor:
+def scales_of_parts(parts: Sequence[SaePart]) -> Tensor:
     """Return the scale of each dimension's part, float64 [d_in]."""
     each = [torch.full((part.width,), part.scale, dtype=torch.float64) for part in parts]
     return torch.cat(each)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.sharing.base import Format, SharedSae, forget_card
 from trainer.sharing.origins import layer_of
-from trainer.sharing.parts import Part
+from trainer.sharing.parts import SaePart
 from trainer.sharing.saelens import CONFIG, WEIGHTS, SaeLens
 from trainer.sharing.saelens_reading import PART
 
@@ -59,7 +59,7 @@ def _each(sae: SharedSae) -> Iterator[SharedSae]:
         yield sae._replace(weights=weights, metadata=_facts(sae, part, number), features=None, firings=None)
 
 
-def _facts(sae: SharedSae, part: Part, number: int) -> dict[str, object]:
+def _facts(sae: SharedSae, part: SaePart, number: int) -> dict[str, object]:
     origin, layer = part.origin(), layer_of(part.hook_name)
     facts = {name: sae.metadata[name] for name in _OF_EACH if name in sae.metadata}
     of_part = {"number": number, "n_parts": len(sae.parts), "name": part.name, "scale": part.scale, "note": _WARNING}

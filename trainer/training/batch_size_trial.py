@@ -59,7 +59,7 @@ def _fits(
 ) -> bool:
     try:
         x, y = _rows(sample, token_slice.length)
-        reserve = _allocate_beside(learners, x, y, n_hooks, kept_bytes)
+        reserve = _allocate_with_learners(learners, x, y, n_hooks, kept_bytes)
         if x.device.type == "cpu" and _is_little(len(reserve)):
             return True
         for unit in trained_together(learners):
@@ -75,7 +75,7 @@ def _fits(
     return True
 
 
-def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
+def _allocate_with_learners(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
     """Allocate the memory that later steps need in addition to the memory that the pass uses."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes

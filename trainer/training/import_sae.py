@@ -32,7 +32,7 @@ from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, folder_of
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
-from trainer.sharing.parts import PARTS, Part, joined_paths, refuse_other_parts, scales_of_parts
+from trainer.sharing.parts import PARTS, SaePart, joined_paths, refuse_other_parts, scales_of_parts
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
@@ -169,7 +169,7 @@ def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _keep_scales(learner: Learner, x: Tensor, parts: Sequence[Part]) -> None:
+def _keep_scales(learner: Learner, x: Tensor, parts: Sequence[SaePart]) -> None:
     """Restore the ratios between the scales of a crosscoder's parts, so that its decoder rows and FVU stay the same."""
     sae = learner.sae
     scales = (scales_of_parts(parts) * sae.acts_scale).float()

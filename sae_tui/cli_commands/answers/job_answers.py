@@ -13,10 +13,10 @@ from sae_tui.doctor.advice import JobReport
 from sae_tui.doctor.base import Finding
 from sae_tui.hosts.protocol import Message
 from sae_tui.jobs.energy import Energy
-from sae_tui.jobs.launch.ways import JobRow
+from sae_tui.jobs.launch.ways import Way
 from sae_tui.jobs.view.past_runs import SIZES
 from sae_tui.jobs.view.postmortem import Postmortem
-from sae_tui.jobs.view.quality import Estimate
+from sae_tui.jobs.view.quality import FvuEstimate
 from sae_tui.jobs.watched import WatchedRow
 from trainer.contract.answers.interaction import FiringLatent, Generated, MovedToken, TextRead, TextToken, TokenKl
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
@@ -161,7 +161,7 @@ _CAUSE = typed(
 )
 _ESTIMATE = typed(
     "Expected held-out FVU",
-    Estimate,
+    FvuEstimate,
     {
         "heldout_fvu": "Expected value; in a sweep over seeds, the mean over the seeds.",
         "low": "Lower end of the 80 % band.",
@@ -320,7 +320,7 @@ _FINDING = typed(
 )
 _WAY = typed(
     "One way to run the job",
-    JobRow,
+    Way,
     {
         "n_gpus": "Number of GPUs; 0 for CPU processes.",
         "ranks": "Processes.",

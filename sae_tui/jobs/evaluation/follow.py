@@ -23,7 +23,7 @@ import msgspec
 from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.evaluation.outcome import failure, outcome
-from sae_tui.jobs.evaluation.request import Request, ReservedGpu, idle_gpu
+from sae_tui.jobs.evaluation.request import EvaluationRequest, ReservedGpu, idle_gpu
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.going import ENDS, FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
 from sae_tui.jobs.gpus.availability import choices, holders, with_other_users
@@ -51,7 +51,7 @@ PATIENCE_S = 5.0
 class RunningEvaluation:
     """An evaluation of a job; the constructor raises `UserError` if the job is already being evaluated."""
 
-    def __init__(self, data: DataDir, request: Request) -> None:
+    def __init__(self, data: DataDir, request: EvaluationRequest) -> None:
         self._data, self._request = data, request
         self._paths = data.run(request.job_id)
         data.refuse_links(request.job_id)
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:
     root, request = arguments
 
     def begin() -> Callable[[], None]:
-        evaluation = RunningEvaluation(DataDir(Path(root)), decode_as(request, Request))
+        evaluation = RunningEvaluation(DataDir(Path(root)), decode_as(request, EvaluationRequest))
         return lambda: evaluation.run(command)
 
     return go_on(begin)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from sae_tui.jobs.evaluation.report_card import whole_cards
-from sae_tui.jobs.evaluation.request import AUTO, Request, ReservedGpu, refuse
+from sae_tui.jobs.evaluation.request import AUTO, EvaluationRequest, ReservedGpu, refuse
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
@@ -69,10 +69,10 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
     parts: frozenset[str]
     on_gpu: bool = False
 
-    def request(self, job: Job, gpu: ReservedGpu | None) -> Request:
+    def request(self, job: Job, gpu: ReservedGpu | None) -> EvaluationRequest:
         """Return the request for the evaluating process."""
         in_model = {IN_MODEL, EFFECTS, PROBES} & self.parts
-        return Request(
+        return EvaluationRequest(
             job.id,
             model=AUTO if in_model else None,
             gpu=gpu,

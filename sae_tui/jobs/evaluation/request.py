@@ -45,7 +45,7 @@ class ReservedGpu(msgspec.Struct, frozen=True):
     locks: str
 
 
-class Request(msgspec.Struct, frozen=True):
+class EvaluationRequest(msgspec.Struct, frozen=True):
     """A requested evaluation.
 
     If `model` names a job file or is `AUTO`, the SAE is also evaluated in the language model if `is_spliced`, with
@@ -91,7 +91,7 @@ class Request(msgspec.Struct, frozen=True):
         return [*model, *spliced, *refined, *(flag for flag, is_given in flags.items() if is_given)]
 
 
-def evaluate(data: DataDir, request: Request) -> str:
+def evaluate(data: DataDir, request: EvaluationRequest) -> str:
     """Start evaluating a job's SAEs and return a message; raise `UserError` if it cannot be started."""
     with existing(data, request.job_id) as control:
         refuse(data, control.job(request.job_id))

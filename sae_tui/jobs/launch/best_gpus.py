@@ -8,7 +8,7 @@ import msgspec
 
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.placement import of_one_vendor
-from sae_tui.jobs.launch.ways import SAME_SIZE, JobRow, fewest, paying_more, why_not_more
+from sae_tui.jobs.launch.ways import SAME_SIZE, Way, fewest, paying_more, why_not_more
 from trainer.contract.errors import Problem, errors
 from trainer.contract.planning.check_job import Machine, MachineGpu, UsedBefore, propose
 from trainer.contract.settings.job import AnyJob
@@ -18,7 +18,7 @@ from trainer.contract.wording import duration, plural
 _OF_COUNT = ("launch.gpus", "parallel.", "data.model_gpus", "train.batch_size", "train.global_batch_size")
 
 
-class Best(msgspec.Struct, frozen=True):
+class BestGpus(msgspec.Struct, frozen=True):
     """The best GPUs for a job now, and the reason. `gpus` is empty if the job has to wait for any `count` GPUs."""
 
     gpus: tuple[int, ...]
@@ -33,7 +33,7 @@ class Best(msgspec.Struct, frozen=True):
 
 def best_gpus(
     job: AnyJob, machine: Machine, used_before: UsedBefore | None = None, *, several: bool = True
-) -> Best | None:
+) -> BestGpus | None:
     """Return the best GPUs for a job, or None if it fits on none of them or a cluster chooses them.
 
     GPUs named in the job are ignored. If `several` is False, only one GPU is chosen. Raise `JobFileError` if the job's
@@ -48,7 +48,7 @@ def best_gpus(
         more = paying_more(enough, rows)
         chosen = more or enough
         if not refusal(job.replace("launch", gpus=list(chosen.gpus)), machine, used_before):
-            return Best(chosen.gpus if chosen.fits_now else (), chosen.ranks, _why(enough, more, rows))
+            return BestGpus(chosen.gpus if chosen.fits_now else (), chosen.ranks, _why(enough, more, rows))
         rows = [row for row in rows if row.ranks != chosen.ranks]
     return None
 
@@ -79,7 +79,7 @@ def refusal(job: AnyJob, machine: Machine, used_before: UsedBefore | None = None
     return next((problem for problem in problems if problem.path.startswith(_OF_COUNT)), None)
 
 
-def _why(enough: JobRow, more: JobRow | None, rows: Sequence[JobRow]) -> str:
+def _why(enough: Way, more: Way | None, rows: Sequence[Way]) -> str:
     """Return a sentence like `1 GPU suffices; 2 GPUs would save 12 s`."""
     if more:
         return f"{plural(more.ranks, 'GPU')} take {duration(more.seconds)}, {more.speed_up:.1f}× the speed of one"

@@ -14,7 +14,7 @@ from sae_tui.jobs import environment
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.gpus.availability import GpuChoice
-from sae_tui.jobs.launch.best_gpus import Best, best_gpus
+from sae_tui.jobs.launch.best_gpus import BestGpus, best_gpus
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.kinds.command import name_of_command
 from sae_tui.jobs.launch.limits import problems_with_policy, with_policy_limit
@@ -79,7 +79,7 @@ class Review(msgspec.Struct, frozen=True):
     refusal: str = ""
     # True until the job's interpreter has reported its packages.
     is_asking: bool = False
-    best: Best | None = None
+    best: BestGpus | None = None
     # A sentence saying that fewer GPUs would suffice, or "" if they would not.
     surplus: str = ""
 
@@ -232,7 +232,7 @@ def _review_files(
     )
 
 
-def _surplus(proposal: Proposal[Any], best: Best | None, *, device: str, past: Sequence[Job]) -> str:
+def _surplus(proposal: Proposal[Any], best: BestGpus | None, *, device: str, past: Sequence[Job]) -> str:
     """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s: press F2, then r`, or "" if none is surplus."""
     job, n_gpus = proposal.job, proposal.devices
     if best is None or not best.gpus or not proposal.outlook.on_gpus or n_gpus <= best.count:
@@ -338,7 +338,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
         raise JobFileError(consent.problems_of(code, judged.distrust))
     for section, name in job.paths_read():
         where = table[section].get(name) or []
-        beside = [_beside(path, one) for one in (where if isinstance(where, list) else [where])]
+        beside = [_next_to_job_file(path, one) for one in (where if isinstance(where, list) else [where])]
         if where:
             table[section][name] = beside if isinstance(where, list) else beside[0]
     return table
@@ -351,7 +351,7 @@ def question_about(code: Sequence[consent.Code], path: Path) -> str:
     return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])
 
 
-def _beside(job_file: Path, where: str) -> str:
+def _next_to_job_file(job_file: Path, where: str) -> str:
     """Return a path in a job file, adapted for the launch form.
 
     If the path exists relative to the job file's folder, but not relative to the base folders, return the absolute

@@ -45,7 +45,7 @@ class ForecastGpu(Protocol):
     def memory_total_bytes(self) -> int | None: ...
 
 
-class JobRow(msgspec.Struct, frozen=True):
+class Way(msgspec.Struct, frozen=True):
     """One way to run the job on `ranks` devices; `n_gpus` is 0 if the devices are CPU processes.
 
     `chosen` is True for the mode selected by the job's `parallel.mode`. `gpus` lists the GPUs with the most free
@@ -110,7 +110,7 @@ def job_rows(
     *,
     cuda: bool = True,
     busy: Collection[int] = (),
-) -> tuple[JobRow, ...]:
+) -> tuple[Way, ...]:
     """Forecast the job on the usable GPUs (only the GPUs named in its file, if any), or on the CPU if there are none.
 
     `busy` contains the indices of GPUs in use, which are chosen last. Without `cuda`, the GPUs are simulated: they have
@@ -137,16 +137,16 @@ def chosen_rows(
     counts: Iterable[int],
     cuda: bool,
     busy: Collection[int],
-) -> list[JobRow]:
+) -> list[Way]:
     """Forecast the job in its own mode on the first 1, 2, … of these GPUs, for each number in `counts`."""
     kinds = [_gpus(gpus, count, cuda, busy) for count in counts]
     return list(compared([next(_rows(job, data, devices, speeds, None)) for devices in kinds]))
 
 
-def row_of(look: AnyOutlook, gpus: Sequence[MachineGpu], seconds: float, *, fits: bool = True) -> JobRow:
+def row_of(look: AnyOutlook, gpus: Sequence[MachineGpu], seconds: float, *, fits: bool = True) -> Way:
     """Return the row for a job other than a training job, run on all of these GPUs."""
     is_free = not look.lack and not any(gpu.busy for gpu in gpus)
-    return JobRow(
+    return Way(
         n_gpus=len(gpus),
         ranks=len(gpus),
         mode=look.mode,
@@ -164,29 +164,29 @@ def row_of(look: AnyOutlook, gpus: Sequence[MachineGpu], seconds: float, *, fits
     )
 
 
-def compared(rows: Sequence[JobRow]) -> Iterator[JobRow]:
+def compared(rows: Sequence[Way]) -> Iterator[Way]:
     """Yield the rows with their speed-up over the first row, which is for one device."""
     for row in rows:
         speed_up = row.tokens_per_s / rows[0].tokens_per_s
         yield msgspec.structs.replace(row, speed_up=speed_up, efficiency=speed_up / row.ranks)
 
 
-def fewest(rows: Iterable[JobRow]) -> JobRow:
+def fewest(rows: Iterable[Way]) -> Way:
     """Return the row with the fewest devices that suffice."""
     return min(rows, key=_cost_of)
 
 
-def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
+def _cost_of(row: Way) -> tuple[bool, bool, bool, int, bool, int]:
     """Return a sort key that prefers rows that fit, then efficient rows, then fewer devices and less memory."""
     return not row.fits_now, not row.fits, not row.pays, row.ranks, not row.chosen, row.memory_bytes
 
 
-def larger(than: JobRow, rows: Iterable[JobRow]) -> list[JobRow]:
+def larger(than: Way, rows: Iterable[Way]) -> list[Way]:
     """Return the rows in the job's own mode that fit now and have more devices than this row."""
     return [row for row in rows if row.chosen and row.fits_now and row.ranks > than.ranks]
 
 
-def why_not_more(than: JobRow, rows: Iterable[JobRow]) -> str:
+def why_not_more(than: Way, rows: Iterable[Way]) -> str:
     """Return why more devices are not worth it, like `2 GPUs reach 1.1× the speed of one`, or "" if there are none."""
     others = larger(than, rows)
     if not others:
@@ -200,7 +200,7 @@ def why_not_more(than: JobRow, rows: Iterable[JobRow]) -> str:
     return f"{devices} reach {row.speed_up:.1f}× the speed of one"
 
 
-def paying_more(than: JobRow, rows: Iterable[JobRow]) -> JobRow | None:
+def paying_more(than: Way, rows: Iterable[Way]) -> Way | None:
     """Return the row with the most devices that pays off compared with this row, or None if no row does."""
     paying = [row for row in larger(than, rows) if row.pays and than.seconds - row.seconds >= LEAST_SAVED_S]
     return max(paying, key=lambda row: row.ranks, default=None)
@@ -260,7 +260,7 @@ def _processes(count: int) -> Devices:
 
 def _rows(
     job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
-) -> Iterator[JobRow]:
+) -> Iterator[Way]:
     """Yield a row for the chosen mode, then one for every other mode at the same number of tokens per step."""
     colocated = with_model_gpus(job, devices.count, 0)
     chosen = _forecast(colocated, data, devices, speeds, price)
@@ -322,9 +322,9 @@ def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
     return ["ddp", "tensor", *(["hybrid"] if sharing < ranks and ranks % sharing == 0 else [])]
 
 
-def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
+def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> Way:
     settled = expected.settled
-    return JobRow(
+    return Way(
         n_gpus=devices.count if devices.are_gpus else 0,
         ranks=devices.count,
         mode=settled.job.parallel.mode,
@@ -345,7 +345,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
 
 
 def _fits(devices: Devices, needed: int) -> dict[str, Any]:
-    """Return the memory requirement per device and whether it fits, as fields of a `JobRow`."""
+    """Return the memory requirement per device and whether it fits, as fields of a `Way`."""
     return {
         "memory_bytes": needed,
         "fits": devices.has(needed, devices.capacity.total_bytes),

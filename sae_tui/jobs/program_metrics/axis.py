@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sae_tui.jobs.program_metrics.lines import Reading, Source
+from sae_tui.jobs.program_metrics.lines import Reading, StepSource
 
 # A smaller step begins another pass, such as the next epoch, only if the current pass has had at least this many
 # different steps. When several processes print to one log, their steps rarely differ by this many.
@@ -20,7 +20,7 @@ class StepAxis(msgspec.Struct):
     best kind of step seen so far is assigned to the latest step.
     """
 
-    source: Source = Source.LINE
+    source: StepSource = StepSource.LINE
     step: int = 0
     highest: int = 0
     total: int | None = None
@@ -47,10 +47,10 @@ class StepAxis(msgspec.Struct):
         """Return the step for a reading from a line of output."""
         source = reading.source
         if reading.bar and not self._follows_bar(reading):
-            source = Source.LINE
+            source = StepSource.LINE
         if source < self.source:
             return self.step
-        if source is Source.LINE:
+        if source is StepSource.LINE:
             return self._reach(line)
         if source > self.source:
             self.source, self.before, self.first, self.n_steps, self.total = source, 0, None, 0, None
@@ -61,14 +61,14 @@ class StepAxis(msgspec.Struct):
 
     def place_file(self, step: int) -> int:
         """Return the step for a value from a file, which states the step as `step`."""
-        self.source = Source.STEP
+        self.source = StepSource.STEP
         return self._reach(step) if step >= self.step or self.is_restarted else step
 
     @property
     def progress(self) -> tuple[int, int | None]:
         """The position to display: the step, and the total number of steps or None if that is unknown."""
         total = self.total
-        if self.source is Source.STEP and total is None and (self.bar_total or 0) > self.step:
+        if self.source is StepSource.STEP and total is None and (self.bar_total or 0) > self.step:
             # The bar counts the same steps, but it may be ahead of the values, which are reported only from time to
             # time.
             return max(self.step, self.bar_step), self.bar_total
@@ -81,7 +81,7 @@ class StepAxis(msgspec.Struct):
         if reading.bar != self.bar:
             # After a restart, a much shorter bar belongs to preparation; any other bar may count only the remaining
             # steps.
-            if self.is_restarted and self.source is Source.BAR and SHORT * total >= led:
+            if self.is_restarted and self.source is StepSource.BAR and SHORT * total >= led:
                 self.is_restarted, self.before = False, self.highest
             elif not (has_finished or total > led):
                 return False
@@ -100,7 +100,7 @@ class StepAxis(msgspec.Struct):
         return self.before + step
 
     def _reach(self, step: int) -> int:
-        if self.is_restarted and self.source is not Source.LINE:
+        if self.is_restarted and self.source is not StepSource.LINE:
             self.is_restarted = False
             if step <= self.highest:
                 self.rewind_to, self.highest = max(0, step - 1), step

@@ -52,7 +52,7 @@ _OWN = frozenset({*USAGE, PEAK_MEMORY, SPEED})
 _PREFIX = "program/"
 
 
-class Progress(msgspec.Struct):
+class CollectorState(msgspec.Struct):
     """The state stored next to the metrics so that another supervisor or attempt continues where this one ended."""
 
     attempt: int = -1
@@ -90,7 +90,7 @@ class ProgramMetrics:
         self._db = spec.run_dir / "metrics.db"
         self._state_file = spec.run_dir / "program-metrics.json"
         self._patterns = [parse_pattern(text) for text in config.command.metrics or ()]
-        self._state = state = read_json(self._state_file, Progress) or Progress()
+        self._state = state = read_json(self._state_file, CollectorState) or CollectorState()
         if state.attempt != spec.attempt:
             state.attempt, state.began, state.owners = spec.attempt, time.time(), {}
             state.axis.restart()
@@ -105,7 +105,7 @@ class ProgramMetrics:
         self._writer: SeriesWriter | None = None
         self._identity: tuple[int, int] | None = None
         self._state_at = 0.0
-        self._batch = Batch()
+        self._batch = MetricBatch()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="program-metrics", daemon=True)
 
@@ -263,7 +263,7 @@ class ProgramMetrics:
         except StoreError:
             self._leave()
             raise
-        self._batch = Batch()
+        self._batch = MetricBatch()
         if is_last or batch.events or time.monotonic() >= self._state_at:
             self._state_at = time.monotonic() + STATE_EVERY_S
             self._write_state()
@@ -278,7 +278,7 @@ class ProgramMetrics:
             writer.abandon()
 
 
-class Batch:
+class MetricBatch:
     """The data to be stored next: everything since the last turn, or since the store could last be written to."""
 
     def __init__(self) -> None:

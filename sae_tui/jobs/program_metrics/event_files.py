@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from sae_tui.jobs.program_metrics.sources import LARGEST_RECORD, FilePosition, FileValues, Window
+from sae_tui.jobs.program_metrics.sources import LARGEST_RECORD, FilePosition, FileValues, FileWindow
 from sae_tui.jobs.program_metrics.wire import fields, signed
 from trainer.contract.files import open_plain
 
@@ -24,7 +24,7 @@ _POLYNOMIAL = 0x82F63B78
 def read_events(path: Path, position: FilePosition) -> Iterator[FileValues]:
     """Yield the scalars in complete records after the position."""
     with open_plain(path) as stream:
-        window = Window(stream, position.place)
+        window = FileWindow(stream, position.place)
         while header := window.get(position.place, _HEADER):
             length, checksum = struct.unpack("<QI", header)
             if masked_crc(header[:8]) != checksum:

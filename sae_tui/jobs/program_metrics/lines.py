@@ -66,7 +66,7 @@ _RATE = re.compile(r"([\d.]{1,20}+)[ \t]?(s/)?")
 _DIGITS = re.compile(r"\d+")
 
 
-class Source(IntEnum):
+class StepSource(IntEnum):
     """Where a step comes from; a higher value is preferred."""
 
     LINE = 0  # the number of the line
@@ -79,7 +79,7 @@ class Reading(msgspec.Struct, frozen=True):
     """What a line reports: values, and perhaps a position, a total number of steps and a speed in steps/s."""
 
     values: Mapping[str, float]
-    source: Source = Source.LINE
+    source: StepSource = StepSource.LINE
     step: int = 0
     total: int | None = None
     rate: float | None = None
@@ -108,12 +108,12 @@ def _bar(text: str) -> tuple[Reading, str] | None:
     if "%|" in text and (match := _TQDM.search(text)):
         _, n, total, _, _, rate = match.groups()
         name = f"{_DIGITS.sub('', text[: match.start()]).strip(': ')[:80]}/{total}"
-        return Reading({}, Source.BAR, int(n), int(total), _rate(rate), name), text[match.end() :]
+        return Reading({}, StepSource.BAR, int(n), int(total), _rate(rate), name), text[match.end() :]
     if "it [" in text and (match := _TQDM_OPEN.search(text)):
         name = f"{_DIGITS.sub('', text[: match.start()]).strip(': ')[:80]}/"
-        return Reading({}, Source.BAR, int(match[1]), None, _rate(match[2]), name), text[match.end() :]
+        return Reading({}, StepSource.BAR, int(match[1]), None, _rate(match[2]), name), text[match.end() :]
     if match := _KERAS.match(text):
-        return Reading({}, Source.BAR, int(match[1]), int(match[2]), None, f"/{match[2]}"), text[match.end() :]
+        return Reading({}, StepSource.BAR, int(match[1]), int(match[2]), None, f"/{match[2]}"), text[match.end() :]
     return None
 
 
@@ -150,7 +150,7 @@ def numbers_in(table: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> It
 def _from_text(text: str) -> Reading | None:
     pairs = _pairs(text)
     position = _position(text, pairs)
-    if position and position.source > Source.LINE:
+    if position and position.source > StepSource.LINE:
         pairs = {_joined(name): float(value) for name, value in _SPACED.findall(text)} | pairs
     values = _metrics(pairs)
     if position:
@@ -172,12 +172,12 @@ def _position(text: str, pairs: Mapping[str, float]) -> Reading | None:
     # Looking for a word first is five times as fast as running a regular expression that finds nothing.
     if ("step" in lower or "iter" in lower) and (match := _STEP.search(text)):
         total = int(match[2]) if match[2] else _total(pairs)
-        return Reading({}, Source.STEP, int(match[1]), total)
+        return Reading({}, StepSource.STEP, int(match[1]), total)
     if ("[" in lower or "batch" in lower) and (match := _BATCH.search(text)):
         n, all_of_them = (match[1], match[2]) if match[1] else (match[3], match[4])
-        return Reading({}, Source.BAR, int(n), int(all_of_them), None, f"batch/{all_of_them}")
+        return Reading({}, StepSource.BAR, int(n), int(all_of_them), None, f"batch/{all_of_them}")
     if "epoch" in lower and (match := _EPOCH.search(text)):
-        return Reading({}, Source.EPOCH, int(match[1]), int(match[2]) if match[2] else None)
+        return Reading({}, StepSource.EPOCH, int(match[1]), int(match[2]) if match[2] else None)
     return None
 
 
@@ -187,9 +187,9 @@ def _from_numbers(numbers: Mapping[str, float]) -> Reading | None:
     values = _metrics(numbers)
     for name in _STEPS:
         if (step := _whole(lower.get(name))) is not None:
-            return Reading(values, Source.STEP, step, _total(lower))
+            return Reading(values, StepSource.STEP, step, _total(lower))
     if (epoch := _whole(lower.get("epoch"))) is not None:
-        return Reading(values, Source.EPOCH, epoch)
+        return Reading(values, StepSource.EPOCH, epoch)
     return Reading(values) if values else None
 
 

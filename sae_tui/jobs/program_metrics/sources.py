@@ -47,7 +47,7 @@ class MetricsFile(Protocol):
     def __call__(self, path: Path, position: FilePosition) -> Iterator[FileValues]: ...
 
 
-class Window:
+class FileWindow:
     """A file's next bytes, at most `MOST_BYTES` of them, accessed by their offset in the file."""
 
     def __init__(self, stream: io.BufferedReader, offset: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.jobs.program_metrics.lines import numbers_in
-from sae_tui.jobs.program_metrics.sources import LARGEST_RECORD, FilePosition, FileValues, Window
+from sae_tui.jobs.program_metrics.sources import LARGEST_RECORD, FilePosition, FileValues, FileWindow
 from sae_tui.jobs.program_metrics.wire import fields, signed, zigzag
 from trainer.contract.files import open_plain
 
@@ -27,7 +27,7 @@ _KEY, _NESTED_KEY, _INTEGER, _NUMBER, _JSON = 1, 2, 5, 6, 16
 def read_wandb(path: Path, position: FilePosition) -> Iterator[FileValues]:
     """Yield the history in complete records after the position."""
     with open_plain(path) as stream:
-        window = Window(stream, position.place)
+        window = FileWindow(stream, position.place)
         if position.place == 0:
             if (ident := window.get(0, _HEADER)) is None:
                 return
@@ -39,7 +39,7 @@ def read_wandb(path: Path, position: FilePosition) -> Iterator[FileValues]:
                     yield from _history(record)
 
 
-def _records(window: Window, position: FilePosition) -> Iterator[bytes]:
+def _records(window: FileWindow, position: FilePosition) -> Iterator[bytes]:
     """Yield complete records; after damage, continue with the next block if there is one."""
     at, parts, size = position.place, list[bytes](), 0
     while True:

@@ -247,8 +247,8 @@ class AttemptRunner:
         if (watch.is_stalled or is_over) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
             self._stacks.start()
-        is_told = self._stacks is not None and not self._stacks.is_alive()
-        if is_over and is_told and not self._given_up:
+        has_dumped = self._stacks is not None and not self._stacks.is_alive()
+        if is_over and has_dumped and not self._given_up:
             self._given_up = f"took no step for {watch.quiet_s:.0f} s and was ended"
             if odd := attempt.describe():
                 self._given_up += f": {odd}"

@@ -55,7 +55,7 @@ def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
-class Order(msgspec.Struct, frozen=True):
+class JobOrder(msgspec.Struct, frozen=True):
     """A sort order: the value to sort by, or None if a job has no value, and its usual direction.
 
     The direction applies only within a group: jobs whose group is False come first, and jobs without a value come last.
@@ -158,7 +158,7 @@ def _by_number(name: str) -> list[str | int]:
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
-def _by_value(name: str, series: Series) -> Order:
+def _by_value(name: str, series: Series) -> JobOrder:
     """Return the sort order for a metric, best first; unfinished jobs come after all finished jobs."""
 
     def key(job: Job) -> float | None:
@@ -167,7 +167,7 @@ def _by_value(name: str, series: Series) -> Order:
         return None if is_of_batch else value
 
     is_quality = series.better is not None
-    return Order(key, series.better == "higher", lambda job: is_quality and not is_ranked(job))
+    return JobOrder(key, series.better == "higher", lambda job: is_quality and not is_ranked(job))
 
 
 def _queue_first(newest: Sequence[J], *, reverse: bool) -> list[J]:
@@ -188,28 +188,28 @@ def run_seconds(job: Job) -> float | None:
     return None if job.started is None or end is None else max(0.0, end - job.started)
 
 
-def orders() -> dict[str, Order]:
+def orders() -> dict[str, JobOrder]:
     """Return the sort orders by name; metrics are sorted best first."""
     metrics = key_metrics() | result_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {
-        "newest": Order(lambda job: job.id, descends=True),
-        "name": Order(lambda job: _by_number(job.name)),
-        "state": Order(lambda job: (_STATES.index(job.state), job.held)),
+        "newest": JobOrder(lambda job: job.id, descends=True),
+        "name": JobOrder(lambda job: _by_number(job.name)),
+        "state": JobOrder(lambda job: (_STATES.index(job.state), job.held)),
         **{name: _by_value(name, series) for name, series in by_value.items()},
-        "k": Order(lambda job: largest_k(job.config)),
-        "d_sae": Order(lambda job: largest_d_sae(job.config, job.d_in)),
-        "progress": Order(lambda job: job.step / job.total_steps if job.total_steps else None, descends=True),
-        "step": Order(lambda job: job.step or None, descends=True),
-        "tokens": Order(lambda job: job.tokens or None, descends=True),
-        "tokens_per_s": Order(lambda job: job.tokens_per_s, descends=True),
-        "eta": Order(lambda job: getattr(job, "eta_s", None)),
-        "took": Order(run_seconds, descends=True),
-        "started": Order(lambda job: job.started, descends=True),
-        "user": Order(lambda job: job.user or None),
-        "host": Order(lambda job: job.host or None),
-        "memory": Order(lambda job: job.peak_memory_bytes, descends=True),
-        "gpus": Order(lambda job: job.gpu_ids or None),
-        "arch": Order(lambda job: architectures(job) or None),
-        _QUEUE: Order(lambda job: job.id),
+        "k": JobOrder(lambda job: largest_k(job.config)),
+        "d_sae": JobOrder(lambda job: largest_d_sae(job.config, job.d_in)),
+        "progress": JobOrder(lambda job: job.step / job.total_steps if job.total_steps else None, descends=True),
+        "step": JobOrder(lambda job: job.step or None, descends=True),
+        "tokens": JobOrder(lambda job: job.tokens or None, descends=True),
+        "tokens_per_s": JobOrder(lambda job: job.tokens_per_s, descends=True),
+        "eta": JobOrder(lambda job: getattr(job, "eta_s", None)),
+        "took": JobOrder(run_seconds, descends=True),
+        "started": JobOrder(lambda job: job.started, descends=True),
+        "user": JobOrder(lambda job: job.user or None),
+        "host": JobOrder(lambda job: job.host or None),
+        "memory": JobOrder(lambda job: job.peak_memory_bytes, descends=True),
+        "gpus": JobOrder(lambda job: job.gpu_ids or None),
+        "arch": JobOrder(lambda job: architectures(job) or None),
+        _QUEUE: JobOrder(lambda job: job.id),
     }

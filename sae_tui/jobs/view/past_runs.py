@@ -13,9 +13,9 @@ import msgspec
 from sae_tui.jobs.view.quality import (
     FEWEST_RUNS,
     Curve,
-    Estimate,
+    FvuEstimate,
     PastRun,
-    Recipe,
+    QualityRecipe,
     at_end,
     doubled,
     mean_of,
@@ -47,14 +47,14 @@ SIZES = {"k": "k", "tokens": "the tokens", "d_sae": "d_sae"}
 Series = Mapping[tuple[str, int], Sequence[Point]]
 
 
-class Forecast(msgspec.Struct, frozen=True):
+class QualityForecast(msgspec.Struct, frozen=True):
     """An SAE's expected held-out FVU at the end of its run, and with twice the tokens, k or latents.
 
     `end` is None if the run has ended or cannot be forecast.
     """
 
-    end: Estimate | None
-    doubled: Mapping[str, Estimate]
+    end: FvuEstimate | None
+    doubled: Mapping[str, FvuEstimate]
 
     @property
     def words(self) -> str:
@@ -64,12 +64,12 @@ class Forecast(msgspec.Struct, frozen=True):
         return f"held-out FVU {self.end.words} expected at the end, from {plural(self.end.past_runs, 'past run')}"
 
 
-def mean_forecast(forecasts: Sequence[Forecast]) -> Forecast:
+def mean_forecast(forecasts: Sequence[QualityForecast]) -> QualityForecast:
     """Return the mean of the forecasts for several SAEs; leave out values that one of them lacks."""
     ends = [one.end for one in forecasts if one.end]
     names = [name for name in SIZES if all(name in one.doubled for one in forecasts)]
     twice = {name: mean_of([one.doubled[name] for one in forecasts]) for name in names}
-    return Forecast(mean_of(ends) if len(ends) == len(forecasts) else None, twice)
+    return QualityForecast(mean_of(ends) if len(ends) == len(forecasts) else None, twice)
 
 
 class Forecaster:
@@ -78,14 +78,14 @@ class Forecaster:
     def __init__(self, data: DataDir) -> None:
         self._data = data
         self._known: object = None
-        self._found: dict[str, Forecast] = {}
+        self._found: dict[str, QualityForecast] = {}
         # The similar SAEs in each finished job, and the recipes that they are similar to.
         self._runs: dict[tuple[int, float | None], list[PastRun]] = {}
-        self._recipes: Sequence[Recipe] = ()
+        self._recipes: Sequence[QualityRecipe] = ()
         # The jobs whose metrics cannot be read, with the reason.
         self.unread: dict[int, str] = {}
 
-    def forecasts(self, job: JobView, series: Series, jobs: Iterable[Job]) -> Mapping[str, Forecast]:
+    def forecasts(self, job: JobView, series: Series, jobs: Iterable[Job]) -> Mapping[str, QualityForecast]:
         """Return a forecast for each SAE, by label, from `jobs`, sorted newest first.
 
         Only SAEs that are still training and SAEs of finished runs have one.
@@ -109,7 +109,7 @@ class Forecaster:
             self._found = self._new(self._complete(job, recipes) if is_finished else own, past)
         return self._found
 
-    def _complete(self, job: Job, recipes: Mapping[str, Recipe]) -> Mapping[str, PastRun]:
+    def _complete(self, job: Job, recipes: Mapping[str, QualityRecipe]) -> Mapping[str, PastRun]:
         """Return a finished job's SAEs from its store, since `series` contains means if the curve is long."""
         with self._noting_unread(job):
             return read_runs(self._data.run(job.id).metrics_db, recipes)
@@ -124,11 +124,11 @@ class Forecaster:
             if self._data.run(job.id).metrics_db.exists():
                 self.unread[job.id] = str(error)
 
-    def _new(self, own: Mapping[str, PastRun], jobs: Iterable[Job]) -> dict[str, Forecast]:
+    def _new(self, own: Mapping[str, PastRun], jobs: Iterable[Job]) -> dict[str, QualityForecast]:
         past = self._past_runs({label: run.recipe for label, run in own.items()}, jobs)
         return {label: _forecast(run, past[label]) for label, run in own.items() if run.curve}
 
-    def _past_runs(self, recipes: Mapping[str, Recipe], jobs: Iterable[Job]) -> dict[str, list[PastRun]]:
+    def _past_runs(self, recipes: Mapping[str, QualityRecipe], jobs: Iterable[Job]) -> dict[str, list[PastRun]]:
         """Return the newest SAEs similar to each recipe, by label; keep only these jobs' curves in memory.
 
         A job that was launched twice counts once, since it has the same curve.
@@ -154,13 +154,13 @@ class Forecaster:
         return list(read_runs(self._data.run(job.id).metrics_db, wanted).values()) if wanted else []
 
 
-def _forecast(run: PastRun, past: Sequence[PastRun]) -> Forecast:
+def _forecast(run: PastRun, past: Sequence[PastRun]) -> QualityForecast:
     """Forecast a run, which is complete or has only its newest value."""
     if run.curve[-1][0] < 1:
         end = at_end(run.recipe, run.curve, past)
-        return Forecast(end, doubled(run.recipe, end, past) if end else {})
-    now = Estimate(run.final, run.final, run.final, 1)
-    return Forecast(None, doubled(run.recipe, now, [*(one for one in past if one.curve != run.curve), run]))
+        return QualityForecast(end, doubled(run.recipe, end, past) if end else {})
+    now = FvuEstimate(run.final, run.final, run.final, 1)
+    return QualityForecast(None, doubled(run.recipe, now, [*(one for one in past if one.curve != run.curve), run]))
 
 
 def _newest(series: Series, label: str) -> Sequence[Point]:
@@ -171,13 +171,13 @@ def _newest(series: Series, label: str) -> Sequence[Point]:
     return () if then and (rates[-1].value or 0) > 2 * then else newest
 
 
-def recipes_of(job: Job) -> Mapping[str, Recipe]:
+def recipes_of(job: Job) -> Mapping[str, QualityRecipe]:
     """Return the recipes of a training job's SAEs, by label; {} if the job is of another kind or cannot be read."""
     return {} if job.d_in is None else _recipes(job.config, job.d_in, job.d_out, job.world_size)
 
 
 @functools.lru_cache(maxsize=2 * MOST_JOBS)
-def _recipes(config: str, d_in: int, d_out: int | None, devices: int) -> Mapping[str, Recipe]:
+def _recipes(config: str, d_in: int, d_out: int | None, devices: int) -> Mapping[str, QualityRecipe]:
     job, _ = parse_job(table_of(config))
     if job is None:
         return {}
@@ -188,7 +188,7 @@ def _recipes(config: str, d_in: int, d_out: int | None, devices: int) -> Mapping
     return {label: one for label, one in found.items() if one}
 
 
-def _recipe(layout: Layout, d_in: int, *, is_transcoder: bool) -> Recipe | None:
+def _recipe(layout: Layout, d_in: int, *, is_transcoder: bool) -> QualityRecipe | None:
     """Return an SAE's recipe, or None without latents, or if a fixed penalty determines L0."""
     sae, train, d_sae = layout.job.sae, layout.job.train, layout.job.sae.width(d_in)
     if d_sae < 1 or sae.settings.target_l0 is None:
@@ -200,7 +200,7 @@ def _recipe(layout: Layout, d_in: int, *, is_transcoder: bool) -> Recipe | None:
     settings = msgspec.structs.asdict(sae.settings) | {"k": None}
     follows = following_rates(layout.job, is_transcoder=is_transcoder) is not None
     falls = 0.0 if OPTIMIZERS[train.optimizer].averages else decay_fraction(layout.job, is_transcoder=is_transcoder)
-    return Recipe(
+    return QualityRecipe(
         kind=(
             *(sae.architecture, *settings.values(), sae.normalize, sae.skip, is_transcoder, sae.freeze),
             *(train.optimizer, follows, train.warmup_fraction, falls),
@@ -212,7 +212,7 @@ def _recipe(layout: Layout, d_in: int, *, is_transcoder: bool) -> Recipe | None:
     )
 
 
-def curve_of(points: Sequence[Point], recipe: Recipe) -> Curve:
+def curve_of(points: Sequence[Point], recipe: QualityRecipe) -> Curve:
     """Return a held-out curve, without evaluations before the first step; () if the newest value shows a divergence."""
     if not points or points[-1].value is None or not 0 < points[-1].value < 1:
         return ()
@@ -220,7 +220,7 @@ def curve_of(points: Sequence[Point], recipe: Recipe) -> Curve:
     return tuple((share, value) for share, value in known if value is not None and value > 0)
 
 
-def read_runs(path: Path, recipes: Mapping[str, Recipe]) -> dict[str, PastRun]:
+def read_runs(path: Path, recipes: Mapping[str, QualityRecipe]) -> dict[str, PastRun]:
     """Return a finished job's SAEs, by label; leave out SAEs that diverged or ended before the planned step."""
     with contextlib.closing(SeriesReader(path)) as reader:
         curves = {

@@ -32,7 +32,7 @@ class ProcessRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProcessOrder:
     """A sort order: the value to sort by, and whether the largest value comes first."""
 
     value: Callable[[ProcessDetails], Any]
@@ -40,20 +40,20 @@ class Order:
 
 
 # The sort orders by name, in the order of the columns, starting with the default.
-ORDERS: Mapping[str, Order] = {
-    "memory": Order(lambda one: one.memory_used_bytes),
-    "SM": Order(lambda one: one.sm_percent),
-    "memory bandwidth": Order(lambda one: one.bandwidth_percent),
-    "encoder": Order(lambda one: one.encoder_percent),
-    "decoder": Order(lambda one: one.decoder_percent),
-    "CPU": Order(lambda one: one.cpu_percent),
-    "host memory": Order(lambda one: one.host_memory_bytes),
-    "run time": Order(lambda one: None if one.started is None else -one.started),
-    "command": Order(lambda one: one.command and one.command.casefold(), largest_first=False),
-    "pid": Order(lambda one: one.pid, largest_first=False),
-    "user": Order(lambda one: one.user, largest_first=False),
-    "GPU": Order(lambda one: one.gpus, largest_first=False),
-    "type": Order(lambda one: one.kind, largest_first=False),
+ORDERS: Mapping[str, ProcessOrder] = {
+    "memory": ProcessOrder(lambda one: one.memory_used_bytes),
+    "SM": ProcessOrder(lambda one: one.sm_percent),
+    "memory bandwidth": ProcessOrder(lambda one: one.bandwidth_percent),
+    "encoder": ProcessOrder(lambda one: one.encoder_percent),
+    "decoder": ProcessOrder(lambda one: one.decoder_percent),
+    "CPU": ProcessOrder(lambda one: one.cpu_percent),
+    "host memory": ProcessOrder(lambda one: one.host_memory_bytes),
+    "run time": ProcessOrder(lambda one: None if one.started is None else -one.started),
+    "command": ProcessOrder(lambda one: one.command and one.command.casefold(), largest_first=False),
+    "pid": ProcessOrder(lambda one: one.pid, largest_first=False),
+    "user": ProcessOrder(lambda one: one.user, largest_first=False),
+    "GPU": ProcessOrder(lambda one: one.gpus, largest_first=False),
+    "type": ProcessOrder(lambda one: one.kind, largest_first=False),
 }
 
 

@@ -28,7 +28,7 @@ RATE_SPAN = 1.5
 RISE = 1.03
 
 
-class Recipe(msgspec.Struct, frozen=True):
+class QualityRecipe(msgspec.Struct, frozen=True):
     """The settings of an SAE that its held-out FVU depends on.
 
     Forecasts use only past runs of the same `kind`, which contains the architecture, the optimizer and the schedule.
@@ -42,7 +42,7 @@ class Recipe(msgspec.Struct, frozen=True):
     total_steps: int
     sizes: Mapping[str, float]
 
-    def is_like(self, other: Recipe) -> bool:
+    def is_like(self, other: QualityRecipe) -> bool:
         """Return whether the schedule and the learning rate of an SAE are similar."""
         return self.kind == other.kind and _within(self.lr, other.lr, RATE_SPAN)
 
@@ -50,7 +50,7 @@ class Recipe(msgspec.Struct, frozen=True):
 class PastRun(msgspec.Struct, frozen=True):
     """An SAE from a finished run."""
 
-    recipe: Recipe
+    recipe: QualityRecipe
     curve: Curve
 
     @property
@@ -58,7 +58,7 @@ class PastRun(msgspec.Struct, frozen=True):
         return self.curve[-1][1]
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class FvuEstimate(msgspec.Struct, frozen=True):
     """An expected held-out FVU, its 80 % band, and the number of past runs on which both are based."""
 
     heldout_fvu: float
@@ -136,7 +136,7 @@ def t_quantile(p: float, degrees: int) -> float:
     return sum(term * float(degrees) ** -power for power, term in enumerate(powers))
 
 
-def at_end(recipe: Recipe, curve: Curve, past: Iterable[PastRun]) -> Estimate | None:
+def at_end(recipe: QualityRecipe, curve: Curve, past: Iterable[PastRun]) -> FvuEstimate | None:
     """Forecast the last value of a curve, or return None if there are too few similar past runs.
 
     The last value relative to the current value is taken from past runs at the same share of their steps, because the
@@ -159,7 +159,7 @@ def at_end(recipe: Recipe, curve: Curve, past: Iterable[PastRun]) -> Estimate | 
     return None
 
 
-def doubled(recipe: Recipe, base: Estimate, past: Iterable[PastRun]) -> dict[str, Estimate]:
+def doubled(recipe: QualityRecipe, base: FvuEstimate, past: Iterable[PastRun]) -> dict[str, FvuEstimate]:
     """Return the held-out FVU expected with twice each setting, by a power law fitted to finished runs on this data.
 
     `base` is the final FVU with the present settings. A setting is left out if its values in past runs span less than
@@ -206,28 +206,28 @@ def thinned(curve: Curve, most: int) -> Curve:
     return tuple(curve[i * (len(curve) - 1) // (most - 1)] for i in range(most))
 
 
-def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+def mean_of(estimates: Sequence[FvuEstimate]) -> FvuEstimate:
     """Return the mean of the estimates for several SAEs; the limits of the bands are averaged too."""
     means = [fmean(each) for each in zip(*((e.heldout_fvu, e.low, e.high) for e in estimates), strict=True)]
-    return Estimate(means[0], means[1], means[2], min(one.past_runs for one in estimates))
+    return FvuEstimate(means[0], means[1], means[2], min(one.past_runs for one in estimates))
 
 
-def _estimate(start: float, change: float, half: float, n: int) -> Estimate:
+def _estimate(start: float, change: float, half: float, n: int) -> FvuEstimate:
     middle = start + change
-    return Estimate(math.exp(middle), math.exp(middle - half), math.exp(middle + half), n)
+    return FvuEstimate(math.exp(middle), math.exp(middle - half), math.exp(middle + half), n)
 
 
-def _varying(recipe: Recipe, others: Sequence[Recipe]) -> list[str]:
+def _varying(recipe: QualityRecipe, others: Sequence[QualityRecipe]) -> list[str]:
     """Return the settings whose values in other SAEs span `SPAN`."""
     values = {name: [one.sizes[name] for one in others] for name in recipe.sizes}
     return [name for name, own in values.items() if own and max(own) >= SPAN * min(own)]
 
 
-def _are_similar(one: Recipe, other: Recipe, without: Sequence[str]) -> bool:
+def _are_similar(one: QualityRecipe, other: QualityRecipe, without: Sequence[str]) -> bool:
     return all(_within(one.sizes[name], other.sizes[name], SPAN) for name in one.sizes if name not in without)
 
 
-def _is_inside(recipe: Recipe, others: Sequence[Recipe], names: Iterable[str], margin: float) -> bool:
+def _is_inside(recipe: QualityRecipe, others: Sequence[QualityRecipe], names: Iterable[str], margin: float) -> bool:
     """Return whether these settings are within the range of other SAEs, widened by a factor on both sides."""
     ranges = {name: [one.sizes[name] for one in others] for name in names}
     return all(min(own) / margin <= recipe.sizes[name] <= margin * max(own) for name, own in ranges.items())
@@ -237,7 +237,7 @@ def _within(a: float, b: float, factor: float) -> bool:
     return max(a, b) <= factor * min(a, b)
 
 
-def _logs(recipe: Recipe, names: Iterable[str]) -> list[float]:
+def _logs(recipe: QualityRecipe, names: Iterable[str]) -> list[float]:
     return [math.log(recipe.sizes[name]) for name in names]
 
 

@@ -284,7 +284,7 @@ class JobReader:
         self._row: Job | None = None
         self._asked = False
         self._restarts: tuple[int, int] | None = None
-        self._told: list[Event] = []
+        self._reported: list[Event] = []
         self._silent = _SilentHosts(data)
         self._evaluations = Evaluations(data)
 
@@ -315,7 +315,7 @@ class JobReader:
                 run_events = self._live.reader.events()
             except StoreError:
                 self._live.close()
-        self.events = _merge_events(self._told, run_events)
+        self.events = _merge_events(self._reported, run_events)
         return True
 
     def _row_view(self, job: Job) -> JobView:
@@ -341,7 +341,7 @@ class JobReader:
         self._row = control.job(self.job_id)
         self.ranks = tuple(control.ranks(self.job_id))
         self._asked = bool(control.open_requests(self.job_id) & ENDING)
-        self._told = control.events(self.job_id)
+        self._reported = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
         """Read the points after the last known point; if a series becomes too long, reread it at a lower resolution.

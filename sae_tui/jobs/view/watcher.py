@@ -12,7 +12,7 @@ from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.revive import revive
-from sae_tui.jobs.view.past_runs import Forecast, Forecaster, Series
+from sae_tui.jobs.view.past_runs import Forecaster, QualityForecast, Series
 from sae_tui.jobs.view.postmortem import Postmortem, examine
 from sae_tui.jobs.view.program_use import ProgramUse
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
@@ -44,7 +44,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     member: str = ""  # The label of the displayed SAE in a sweep, or "" for a single SAE.
     ranks: tuple[Rank, ...] = ()  # The processes of all attempts.
     use: ProgramUse | None = None  # A command's use of this machine, or None until it is read.
-    forecasts: Mapping[str, Forecast] = {}  # The forecasts for the SAEs, by label.
+    forecasts: Mapping[str, QualityForecast] = {}  # The forecasts for the SAEs, by label.
 
 
 class Watcher:
@@ -76,7 +76,7 @@ class Watcher:
         self._detail_reader: JobReader | None = None
         self._forecaster = Forecaster(data)
         self._n_read = 0  # how many of the reader's news are in `news`
-        self._told: set[int] = set()  # the jobs whose forecast has failed, or that forecasts leave out
+        self._reported: set[int] = set()  # the jobs whose forecast has failed, or that forecasts leave out
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
 
     @property
@@ -164,7 +164,7 @@ class Watcher:
         )  # fmt: skip
         return True
 
-    def _forecasts(self, view: JobView, series: Series, jobs: Sequence[JobView]) -> Mapping[str, Forecast]:
+    def _forecasts(self, view: JobView, series: Series, jobs: Sequence[JobView]) -> Mapping[str, QualityForecast]:
         """Return the forecasts for a job; report every failure only once per job, since it repeats at each tick."""
         try:
             found = self._forecaster.forecasts(view, series, jobs)
@@ -178,8 +178,8 @@ class Watcher:
 
     def _warn(self, job_id: int, message: str) -> None:
         """Add a warning to the news, unless there is one about this job."""
-        if job_id not in self._told:
-            self._told.add(job_id)
+        if job_id not in self._reported:
+            self._reported.add(job_id)
             event = Event(timestamp=time.time(), level="warning", kind="forecast", message=message)
             self.news += (News(job_id, event),)
 

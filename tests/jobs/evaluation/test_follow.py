@@ -24,7 +24,7 @@ from support.report_cards import EFFECTS, PROBING, SPLICED
 from sae_tui.jobs import going
 from sae_tui.jobs.evaluation import follow, request
 from sae_tui.jobs.evaluation.follow import RunningEvaluation
-from sae_tui.jobs.evaluation.request import Request
+from sae_tui.jobs.evaluation.request import EvaluationRequest
 from sae_tui.jobs.going import FAILED, STARTED, STOPPED, Going
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.gpus.locks import GpuLocks
@@ -60,7 +60,7 @@ def job_id(box: Box) -> int:
 
 def evaluate(box: Box, monkeypatch: pytest.MonkeyPatch, job_id: int, script: str, **asked: Any) -> str:
     monkeypatch.setattr(request, "FOLLOWER", (sys.executable, "-c", FAKE, script))
-    return request.evaluate(box.data, Request(job_id, **asked))
+    return request.evaluate(box.data, EvaluationRequest(job_id, **asked))
 
 
 def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True, **parts: Any) -> None:
@@ -218,7 +218,7 @@ def process_settings() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_settings")
 def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
-    evaluation = RunningEvaluation(box.data, Request(job_id))
+    evaluation = RunningEvaluation(box.data, EvaluationRequest(job_id))
     box.control.request(job_id, "stop-evaluation")
     evaluation.run(["sh", "-c", "exec sleep 5"])
     assert box.messages(job_id, STOPPED) == ["was not evaluated: it was stopped; earlier results are kept"]
@@ -231,7 +231,7 @@ def test_an_evaluation_that_has_a_gpu_is_not_shown_as_waiting(box: Box, job_id: 
     looks = iter([(None, "no GPU is free"), (gpu, "")])
     monkeypatch.setattr(follow, "_free_gpu", lambda *_: next(looks))
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
-    evaluation = RunningEvaluation(box.data, Request(job_id, waits=True))
+    evaluation = RunningEvaluation(box.data, EvaluationRequest(job_id, waits=True))
     assert evaluation._has_device()
     now = seen(box, job_id)
     assert (now.where, now.waits_for, now.device) == ("GPU 2", "", "cuda")
@@ -338,7 +338,7 @@ def test_a_job_without_an_sae_cannot_be_evaluated(box: Box, job_id: int) -> None
     refusals[job_id] = f"has no SAE to evaluate in {box.data.sae(job_id)}"
     for one, reason in refusals.items():
         with pytest.raises(UserError, match=f"job {one} .*{reason}"):
-            request.evaluate(box.data, Request(one))
+            request.evaluate(box.data, EvaluationRequest(one))
         assert request.offer(box.data, one)[1] == ""
 
 

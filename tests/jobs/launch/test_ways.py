@@ -10,7 +10,7 @@ from support.cards import GIB, Cards
 from support.workloads import workload
 
 from sae_tui.doctor.base import look_at
-from sae_tui.jobs.launch.ways import JobRow, fewest, job_rows, paying_more, why_not_more
+from sae_tui.jobs.launch.ways import Way, fewest, job_rows, paying_more, why_not_more
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
@@ -152,7 +152,7 @@ def test_a_model_too_large_to_share_a_gpu_gets_its_own_gpus(tmp_path) -> None:
     os.truncate(tmp_path / "pytorch_model.bin", 21 * 10**9)
     data = {"source": "model", "model": str(tmp_path), "hook": "resid_post.9", "text": str(tmp_path / "text.txt")}
 
-    def told(model_gpus) -> dict[int, JobRow]:
+    def told(model_gpus) -> dict[int, Way]:
         config, problems = parse_job(
             {"data": data | {"model_gpus": model_gpus}, "sae": {"d_sae": 65536}, "train": {"n_steps": 9}}
         )

@@ -304,5 +304,5 @@ def test_the_metrics_reader_loads_no_large_library() -> None:
 
 
 def test_the_position_record_can_be_read_back() -> None:
-    encoded = msgspec.json.encode(collector.Progress())
-    assert msgspec.json.decode(encoded, type=collector.Progress) == collector.Progress()
+    encoded = msgspec.json.encode(collector.CollectorState())
+    assert msgspec.json.decode(encoded, type=collector.CollectorState) == collector.CollectorState()

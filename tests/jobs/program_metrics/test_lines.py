@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sae_tui.jobs.program_metrics import lines
-from sae_tui.jobs.program_metrics.lines import LONGEST_LINE, Source, read_line
+from sae_tui.jobs.program_metrics.lines import LONGEST_LINE, StepSource, read_line
 from trainer.contract.settings.metrics_pattern import parse_pattern
 
 # Python before 3.11.5 matches these quantifiers wrongly.
@@ -23,33 +23,41 @@ BAR = "train:  45%|####      | 450/1000 [00:10<00:12, 44.1it/s, loss=0.3, lr=1e-
     ("line", "position", "values"),
     [
         # Hand-written loops.
-        ('{"step": 10, "loss": 0.3}', (Source.STEP, 10, None), {"loss": 0.3}),
-        ('{"step": 1, "eval": {"acc": 0.5, "ok": true}, "note": "x"}', (Source.STEP, 1, None), {"eval/acc": 0.5}),
-        ('{"global_step": 7, "step": 1, "loss": NaN}', (Source.STEP, 7, None), {"loss": math.nan}),
-        ("step=10 loss=0.3 lr=1e-4", (Source.STEP, 10, None), {"loss": 0.3, "lr": 1e-4}),
-        ("step 10/500 loss: 0.12", (Source.STEP, 10, 500), {"loss": 0.12}),
-        ("iteration: 5, Loss = 2", (Source.STEP, 5, None), {"loss": 2.0}),
-        ("val_acc: 93.1%", (Source.LINE, 0, None), {"val_acc": 93.1}),
-        ("Epoch 3/10 - train loss 1.25, val loss 1.5", (Source.EPOCH, 3, 10), {"train_loss": 1.25, "val_loss": 1.5}),
-        ("step 5: train loss 1.25, val loss 1.5", (Source.STEP, 5, None), {"train_loss": 1.25, "val_loss": 1.5}),
+        ('{"step": 10, "loss": 0.3}', (StepSource.STEP, 10, None), {"loss": 0.3}),
+        ('{"step": 1, "eval": {"acc": 0.5, "ok": true}, "note": "x"}', (StepSource.STEP, 1, None), {"eval/acc": 0.5}),
+        ('{"global_step": 7, "step": 1, "loss": NaN}', (StepSource.STEP, 7, None), {"loss": math.nan}),
+        ("step=10 loss=0.3 lr=1e-4", (StepSource.STEP, 10, None), {"loss": 0.3, "lr": 1e-4}),
+        ("step 10/500 loss: 0.12", (StepSource.STEP, 10, 500), {"loss": 0.12}),
+        ("iteration: 5, Loss = 2", (StepSource.STEP, 5, None), {"loss": 2.0}),
+        ("val_acc: 93.1%", (StepSource.LINE, 0, None), {"val_acc": 93.1}),
+        (
+            "Epoch 3/10 - train loss 1.25, val loss 1.5",
+            (StepSource.EPOCH, 3, 10),
+            {"train_loss": 1.25, "val_loss": 1.5},
+        ),
+        ("step 5: train loss 1.25, val loss 1.5", (StepSource.STEP, 5, None), {"train_loss": 1.25, "val_loss": 1.5}),
         # The Hugging Face trainer.
         (
             "{'loss': 0.5, 'grad_norm': 1.2, 'learning_rate': 5e-05, 'epoch': 0.02}",
-            (Source.LINE, 0, None),
+            (StepSource.LINE, 0, None),
             {"loss": 0.5, "grad_norm": 1.2, "learning_rate": 5e-05},
         ),
         # nanoGPT, Megatron and PyTorch's examples.
-        ("iter 100: loss 1.2345, time 23.4ms, mfu 12.3%", (Source.STEP, 100, None), {"loss": 1.2345, "mfu": 12.3}),
+        ("iter 100: loss 1.2345, time 23.4ms, mfu 12.3%", (StepSource.STEP, 100, None), {"loss": 1.2345, "mfu": 12.3}),
         (
             " iteration      100/  500 | learning rate: 1.0E-4 | lm loss: 3.4E+00 |",
-            (Source.STEP, 100, 500),
+            (StepSource.STEP, 100, 500),
             {"learning_rate": 1e-4, "lm_loss": 3.4},
         ),
-        ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.123", (Source.BAR, 640, 60000), {"loss": 2.123}),
+        ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.123", (StepSource.BAR, 640, 60000), {"loss": 2.123}),
         # Progress bars from tqdm and Keras.
-        (BAR, (Source.BAR, 450, 1000), {"loss": 0.3, "lr": 1e-4}),
-        ("450it [00:10, 44.1it/s, loss=0.3]", (Source.BAR, 450, None), {"loss": 0.3}),
-        ("450/1000 [====>....] - ETA: 3s - loss: 0.3 - acc: 0.9", (Source.BAR, 450, 1000), {"loss": 0.3, "acc": 0.9}),
+        (BAR, (StepSource.BAR, 450, 1000), {"loss": 0.3, "lr": 1e-4}),
+        ("450it [00:10, 44.1it/s, loss=0.3]", (StepSource.BAR, 450, None), {"loss": 0.3}),
+        (
+            "450/1000 [====>....] - ETA: 3s - loss: 0.3 - acc: 0.9",
+            (StepSource.BAR, 450, 1000),
+            {"loss": 0.3, "acc": 0.9},
+        ),
     ],
 )
 def test_a_line_printed_by_a_common_tool_is_understood(
@@ -132,7 +140,7 @@ def test_values_written_as_json_or_as_name_value_pairs_are_read_back(values: dic
     ):
         reading = read_line(line)
         assert reading
-        assert (reading.source, reading.step, dict(reading.values)) == (Source.STEP, step, values)
+        assert (reading.source, reading.step, dict(reading.values)) == (StepSource.STEP, step, values)
 
 
 PIECES = [

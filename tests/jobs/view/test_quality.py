@@ -8,9 +8,9 @@ import pytest
 
 from sae_tui.jobs.view.quality import (
     Curve,
-    Estimate,
+    FvuEstimate,
     PastRun,
-    Recipe,
+    QualityRecipe,
     at_end,
     doubled,
     least_squares,
@@ -24,8 +24,8 @@ from sae_tui.jobs.view.quality import (
 SIZES = {"k": 32, "tokens": 100_000, "d_sae": 1024}
 
 
-def recipe(lr: float = 1.0, data: str = "rows", kind: str = "topk", **sizes: float) -> Recipe:
-    return Recipe(kind=(kind,), lr=lr, data=data, total_steps=100, sizes={**SIZES, **sizes})
+def recipe(lr: float = 1.0, data: str = "rows", kind: str = "topk", **sizes: float) -> QualityRecipe:
+    return QualityRecipe(kind=(kind,), lr=lr, data=data, total_steps=100, sizes={**SIZES, **sizes})
 
 
 def run(halfway: float, gain: float, **settings: float | str) -> PastRun:
@@ -174,7 +174,7 @@ def by_law(noise: float = 0.0, **sizes: float) -> PastRun:
     return PastRun(settings, ((0.5, 1.2 * fvu), (1.0, fvu)))
 
 
-BASE = Estimate(0.2, 0.2, 0.2, 1)
+BASE = FvuEstimate(0.2, 0.2, 0.2, 1)
 GRID = [
     (8, 1e5, 512),
     (16, 2e5, 1024),
@@ -200,7 +200,7 @@ def test_a_noisy_law_and_an_uncertain_base_widen_the_band():
     rng = random.Random(0)
     past = [by_law(rng.gauss(0, 0.02), k=k) for k in (8, 16, 32, 64, 32, 16)]
     exact = doubled(recipe(), BASE, past)["k"]
-    unsure = doubled(recipe(), Estimate(0.2, 0.18, 0.22, 1), past)["k"]
+    unsure = doubled(recipe(), FvuEstimate(0.2, 0.18, 0.22, 1), past)["k"]
     assert unsure.low < exact.low < exact.heldout_fvu == unsure.heldout_fvu < exact.high < unsure.high
 
 
@@ -220,6 +220,6 @@ def test_without_enough_different_runs_on_the_data_there_is_no_law(past):
 
 
 def test_the_forecasts_for_several_seeds_are_averaged():
-    assert mean_of([Estimate(0.2, 0.1, 0.3, 5), Estimate(0.4, 0.3, 0.7, 4)]) == Estimate(
+    assert mean_of([FvuEstimate(0.2, 0.1, 0.3, 5), FvuEstimate(0.4, 0.3, 0.7, 4)]) == FvuEstimate(
         *map(pytest.approx, (0.3, 0.2, 0.5)), 4
     )

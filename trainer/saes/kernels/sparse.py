@@ -25,7 +25,7 @@ from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, SparseActs, SparseIndices
 
 # A function that computes gradients in a given dtype from saved tensors and the gradients of the sums.
-MakeGradients = Callable[..., "Gradients"]
+MakeGradients = Callable[..., "DecoderGradients"]
 
 # A larger matrix does not stay in the cache if its rows are read in random order.
 CACHE_BYTES = 2**24
@@ -127,7 +127,7 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if grad is None else grad.to(dtype)
 
 
-class Gradients(NamedTuple):
+class DecoderGradients(NamedTuple):
     """The gradients of the decoded values, `of_decoded` [..., d_out], and of the offset, `of_offset` [d_out].
 
     `of_decoded` still has to be multiplied by `factor` (0-dim), unless the factor is None.

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.jobs.launch.placement import Placement
-from sae_tui.jobs.launch.ways import JobRow, row_of
+from sae_tui.jobs.launch.ways import Way, row_of
 from sae_tui.jobs.program_environment import snapshot
 from trainer.contract.errors import errors
 from trainer.contract.paths import DataDir
@@ -46,7 +46,7 @@ class LaunchKind(Generic[J, L]):
         """Return how long the job will take, or None if that is unknown."""
         return None
 
-    def ways(self, job: J, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
+    def ways(self, job: J, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[Way]:
         """Forecast the job on the first 1, 2, … of these GPUs, for each number in `counts`.
 
         If the job's duration is unknown, forecast it on only one GPU, because the benefit of more GPUs is unknown.

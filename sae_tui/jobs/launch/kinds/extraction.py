@@ -10,7 +10,7 @@ import msgspec
 from sae_tui.jobs.launch.kinds import LaunchKind
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.jobs.launch.placement import Placement
-from sae_tui.jobs.launch.ways import JobRow, compared, row_of
+from sae_tui.jobs.launch.ways import Way, compared, row_of
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import Machine, MachineGpu, propose
 from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits, disk_words, mode_of
@@ -44,7 +44,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
     def seconds(self, job: ExtractJob, look: ExtractionOutlook, *, device: str, past: Iterable[Job]) -> float | None:
         return look.seconds
 
-    def ways(self, job: ExtractJob, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
+    def ways(self, job: ExtractJob, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[Way]:
         rows = []
         for count in counts:
             look = propose(job.replace("launch", gpus=[gpu.index for gpu in gpus[:count]]), on).outlook

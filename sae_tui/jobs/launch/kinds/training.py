@@ -11,7 +11,7 @@ import msgspec
 from sae_tui.jobs.launch.kinds import LaunchKind
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory, measured_peak, of_same_shape
 from sae_tui.jobs.launch.placement import Placement
-from sae_tui.jobs.launch.ways import JobRow, chosen_rows
+from sae_tui.jobs.launch.ways import Way, chosen_rows
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu
@@ -73,7 +73,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
     def seconds(self, job: JobConfig, look: Outlook, *, device: str, past: Iterable[Job]) -> float:
         return expected_seconds(job, look, device, past)[0]
 
-    def ways(self, job: JobConfig, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
+    def ways(self, job: JobConfig, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[Way]:
         busy = [gpu.index for gpu in gpus if gpu.busy]
         shape = job.data_shape(on.promises)
         return chosen_rows(job, shape, gpus, on.speeds, counts=counts, cuda=on.cuda, busy=busy)
