@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from sae_tui.jobs.features import score_words
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, Reached
-from trainer.contract.runs.explanations import CHANCE, Explanation, read_explanations
+from trainer.contract.runs.explanations import CHANCE, Explanation, read_explanations, summary_of
 from trainer.contract.runs.features import Features
 from trainer.contract.settings.typed import cut
 from trainer.contract.wording import count, plural
@@ -160,29 +158,13 @@ def _cells(one: Explanation) -> tuple[object, ...]:
 
 def _summary(shown: Sequence[Explanation]) -> str:
     """Return the number of explained latents, and the mean scores with their standard errors over latents."""
-    described = [one for one in shown if one.text]
-    means = {
-        "detection": mean_words([(one.detection, one.detection_error) for one in described]),
-        "fuzzing": mean_words([(one.fuzzing, one.fuzzing_error) for one in described]),
-    }
-    scores = ", ".join(f"{name} {words}" for name, words in means.items() if words)
-    unscored = sum(one.detection is None and not one.problem for one in described)
+    found = summary_of(shown)
+    if found is None:
+        return "0 latents explained"
+    unscored = sum(bool(one.text) and one.detection is None and not one.problem for one in shown)
     few = f"; {plural(unscored, 'latent')} with too few texts to hold some back for the scores" if unscored else ""
-    return (
-        f"{plural(len(described), 'latent')} explained" + (f"; mean {scores} (chance {CHANCE})" if scores else "") + few
-    )
-
-
-def mean_words(scores: Sequence[tuple[float | None, float | None]]) -> str:
-    """Return the mean of the known scores with its standard error over latents, or "" if none is known."""
-    known = [(score, error or 0.0) for score, error in scores if score is not None]
-    if not known:
-        return ""
-    values, n = [score for score, _ in known], len(known)
-    over_latents = statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
-    # If all scores are alike, the spread over latents is smaller than the errors of the scores allow.
-    error = max(over_latents, math.hypot(*(error for _, error in known)) / n)
-    return f"{statistics.fmean(values):.3f} ± {error:.3f}"
+    scores = f"; mean {found.means} (chance {CHANCE})" if found.means else ""
+    return f"{plural(found.n_latents, 'latent')} explained{scores}{few}"
 
 
 def _totals(session: _Session | None) -> dict[str, object]:

@@ -71,11 +71,11 @@ if TYPE_CHECKING:
 # The report card fields in JSON output, and the facts printed for people.
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "effects", "probing",
-    "training", "weights", "parts",
+    "training", "weights", "parts", "explained",
 )  # fmt: skip
 _KEY_FACTS = (
     "training", "overfitting", "FVU", "dimensions", "latents by part", "latent scaling", "L0", "latents", "CE score",
-    "KL score", "largest effects", "probing (AUC)",
+    "KL score", "largest effects", "probing (AUC)", "explanations",
 )  # fmt: skip
 
 

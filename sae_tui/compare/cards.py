@@ -100,6 +100,8 @@ def limits_of(here: Card, there: Card) -> Iterator[str]:
     ours, theirs = here.figures.l0, there.figures.l0
     if max(ours, theirs) > (1 + MOST_L0_MISS) * min(ours, theirs):
         yield f"L0 is {ours:.1f} here, {theirs:.1f} there: a higher L0 alone lowers the FVU"
+    if here.explained and there.explained and here.explained.models != there.explained.models:
+        yield f"explained by {here.explained.by} here, by {there.explained.by} there, so the scores are not ranked"
     if here.spliced and there.spliced and texts_of(here) != texts_of(there):
         left_out = [one.spliced.left_out or "no tokens" for one in (here, there) if one.spliced]
         if left_out[0] == left_out[1]:

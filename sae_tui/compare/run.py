@@ -14,9 +14,11 @@ from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.explanations import Explained, ExplanationsFile
 from trainer.contract.runs.latent_notes import NOTES, read_notes
 from trainer.contract.runs.row_sums import RowSums, read_sums
 from trainer.contract.settings.job_file import members, parse_job, to_table
+from trainer.contract.settings.series import error_of
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
@@ -50,6 +52,8 @@ class ComparedSae(msgspec.Struct, frozen=True):
     latest: Mapping[str, float]
     # Sums per text over the rows used for the report card.
     sums: RowSums | None = None
+    # The language models that described the latents, and the versions of their prompts.
+    explained_by: tuple[tuple[str, ...], ...] = ()
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -72,6 +76,8 @@ class ComparedRun:
         self._cards: dict[str, ReportCard] = {}
         self._sums: dict[str, RowSums] = {}
         self._notes: dict[str, dict[str, float]] = {}
+        self._files: dict[str, ExplanationsFile] = {}
+        self._explained: dict[str, Explained] = {}
         self._job: Job | None = None
         self._began: float | None = None
         self._curves: dict[tuple[str, str], tuple[Sample, ...]] = {}
@@ -97,6 +103,8 @@ class ComparedRun:
             self._sums = {label: sums for label, sums in read.items() if sums}
         if (notes := dict(self._count_notes())) != self._notes:
             self._notes, self._job = notes, None
+        if (explained := dict(self._summaries())) != self._explained:
+            self._explained, self._job = explained, None
         if job != self._job:
             self._job = job
             shown = job if job.state.is_final else msgspec.structs.replace(job, **self._live.fields())
@@ -140,7 +148,10 @@ class ComparedRun:
             label = f"{self._which} {member}" if member else self._which
             # The job may have been renamed after its job file was written, so use its current name.
             latest = self._latest(member) | self._card(member) | self._notes.get(member, {})
-            yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
+            explained, own = self._explained.get(member), {**settings, "name": job.name}
+            latest |= _of_explanations(explained) if explained else {}
+            by = (explained.models, explained.prompts) if explained else ()
+            yield ComparedSae(label, job, member, own, latest, self._sums.get(member), by)
 
     def _latest(self, member: str) -> dict[str, float]:
         """Return a dict mapping metrics to latest values: the SAE's own, or the run's if its SAEs share the metric."""
@@ -157,6 +168,13 @@ class ComparedRun:
                 label = "" if file.parent == self._output else file.parent.name
                 starred, named = ([note for note in notes if getattr(note, field)] for field in ("starred", "name"))
                 yield label, {"starred": len(starred), "named": len(named)}
+
+    def _summaries(self) -> Iterator[tuple[str, Explained]]:
+        """Yield the label of each SAE with explanations of its current weights, and their summary."""
+        for label, card in self._cards.items():
+            stored = self._files.setdefault(label, ExplanationsFile(self._output / label))
+            if card.weights and (summary := stored.summary_of(card.weights, card.figures.d_sae)):
+                yield label, summary
 
     def _name(self, metric: str, member: str) -> str | None:
         """Return the name of an SAE's metric in the run's store, or None if the run lacks the metric."""
@@ -188,6 +206,15 @@ class ComparedRun:
             starts = [self._job.started] if self._job and self._job.started else []
             self._began = min([*starts, *(at for at in written if at is not None)], default=None)
         return self._began or 0.0
+
+
+def _of_explanations(explained: Explained) -> dict[str, float]:
+    """Return the number of described latents, and the mean scores with their standard errors."""
+    values: dict[str, float] = {"explained": explained.n_latents}
+    for name, score in (("detection", explained.detection), ("fuzzing", explained.fuzzing)):
+        if score:
+            values |= {name: score.mean, error_of(name): score.error}
+    return values
 
 
 @functools.lru_cache(maxsize=256)

@@ -71,10 +71,14 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     unfinished: frozenset[int] = frozenset()
     # The text after each value's star: the number of tokens the SAE was trained on, if this differs between SAEs.
     notes: tuple[str, ...] = ()
+    # The standard errors that follow the values, if they are shown.
+    errors: tuple[float | None, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
         """Return the values as text, marked if they are the best, equal to the best, or from unfinished runs."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
+        errors = ["" if error is None else f" ± {error:.1g}" for error in self.errors or [None] * len(texts)]
+        texts = [f"{text}{error}" for text, error in zip(texts, errors, strict=True)]
         stars = {place: f" {BEST}{self.notes[place] if self.notes else ''}" for place in self.best}
         known = (place for place in self.unfinished if self.values[place] is not None)
         marks = stars | dict.fromkeys(self.same, f" {SAME}") | dict.fromkeys(known, f" {UNFINISHED}")
@@ -111,6 +115,11 @@ _OF_CARD = (
 _OF_NOTES = (
     ComparedFigure("starred", "starred latents", None, count),
     ComparedFigure("named", "named latents", None, count),
+    ComparedFigure("explained", "explained latents", None, count),
+)
+_OF_EXPLANATIONS = (
+    ComparedFigure("detection", "detection score", "higher", number),
+    ComparedFigure("fuzzing", "fuzzing score", "higher", number),
 )
 _OF_RUN = (
     ComparedFigure("loss", LOSS.title, LOSS.better, number),
@@ -125,7 +134,7 @@ _OF_RUN = (
 # The results that measure SAE quality.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
-    | {result.name for result in _OF_CARD}
+    | {result.name for result in (*_OF_CARD, *_OF_EXPLANATIONS)}
 )
 
 
@@ -135,6 +144,7 @@ def all_results() -> list[ComparedFigure]:
         *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
         *_OF_CARD,
         *_OF_NOTES,
+        *_OF_EXPLANATIONS,
         *_OF_RUN,
     ]
 
@@ -197,7 +207,8 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
     for result in results_of(saes):
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            line = _judged(ComparisonRow(result.title, values, word=result.word), result, saes)
+            errors = tuple(_error(sae, result.name) for sae in saes) if result in _OF_EXPLANATIONS else ()
+            line = _judged(ComparisonRow(result.title, values, word=result.word, errors=errors), result, saes)
             lines.append(_at_l0(_with_tokens(line, result, saes), result, saes))
     return lines + (_priced(saes, settings) if settings else [])
 
@@ -293,6 +304,10 @@ def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
     if len({sae.member for sae in saes if names_layer(sae.member)}) > 1:
         # The layers of a cross-layer transcoder have different targets.
         return line
+    explainers = {sae.explained_by for sae in saes if sae.explained_by}
+    if result in _OF_EXPLANATIONS and len(explainers) > 1:
+        names = join_words(sorted(f"{', '.join(models)} ({', '.join(prompts)})" for models, prompts in explainers))
+        return msgspec.structs.replace(line, why=f"{line.title}: not ranked, since different models explain: {names}")
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:

@@ -136,6 +136,9 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
             rows = [*_part_lines(card.figures.crosscoder), *rows, _norms_line(card.figures.crosscoder)]
         if group == "latents":
             rows = [*rows[:1], *_quantiles(card), *rows[1:], *_histograms(card, cosines)]
+        if group == "explanations" and card.explained:
+            scores = {"detection": card.explained.detection, "fuzzing": card.explained.fuzzing}
+            rows += [_histogram(name, "0", score.histogram) for name, score in scores.items() if score]
         if group == "effects" and card.effects:
             rows = [*_effect_lines(card.effects), *rows]
         if rows:

@@ -10,6 +10,7 @@ from support.report_cards import FIGURES, card_table, put_card
 from support.stores import put_store
 
 from trainer.contract.runs.card_versions import archive
+from trainer.contract.runs.explanations import Explanation, record
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
@@ -91,3 +92,14 @@ def test_a_job_with_scaled_dimensions_shows_the_fvu_of_all_dimensions(shell: She
     put_card(shell.data.sae(3), data=data, figures=FIGURES | {"fvu_all_dimensions": 0.0575})
     text = " ".join(shell.run("job", 3).stdout.split())
     assert "1 dimension of 576 (number 507) scaled down by up to 13.1; FVU of all dimensions 0.0575" in text
+
+
+def test_the_explanations_of_latents_are_on_the_report_card(shell: Shell) -> None:
+    folder = shell.data.sae(1)
+    put_card(folder, weights="w")
+    record(folder, Explanation(latent=3, text="kings", detection=0.9, detection_error=0.1, model="m", weights="w"))
+    line = "explanations 1 of 64 latents described by m; mean detection 0.900 ± 0.100 (chance 0.5)"
+    assert line in [" ".join(one.split()) for one in shell.run("job", 1).stdout.splitlines()]
+    assert line in [" ".join(one.split()) for one in shell.run("job", 1, "--card", 2).stdout.splitlines()]
+    (card,) = shell.json("job", 1)["card"]
+    assert (card["explained"]["n_latents"], card["explained"]["detection"]["error"]) == (1, pytest.approx(0.1))

@@ -9,6 +9,7 @@ import pytest
 from support.report_cards import AUC, FIGURES, PROBING, SPLICED, card_table
 
 from sae_tui.compare.cards import Difference, differences, limits_of
+from trainer.contract.runs.explanations import Explained, MeanScore
 from trainer.contract.runs.report_card import Card
 
 
@@ -124,3 +125,17 @@ def test_a_figure_on_only_one_report_card_is_listed_as_missing_on_the_other() ->
         "only there",
     )
     assert found["auc_1"].mark == "="
+
+
+def test_scores_of_explanations_are_ranked_only_if_the_same_model_explains() -> None:
+    def explained(mean: float, model: str) -> Card:
+        score = MeanScore(mean, 0.01, 100, (0,) * 10)
+        summary = Explained(n_latents=100, models=(model,), prompts=("v1",), detection=score)
+        return msgspec.structs.replace(card(), explained=summary)
+
+    here = explained(0.8, "a")
+    assert named(here, explained(0.81, "a"))["detection"].mark == "="
+    assert named(here, explained(0.7, "a"))["detection"].mark == "better"
+    other = explained(0.7, "b")
+    assert named(here, other)["detection"].mark == "differs"
+    assert list(limits_of(here, other)) == ["explained by a here, by b there, so the scores are not ranked"]

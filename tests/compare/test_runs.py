@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from pathlib import Path
 
 from compare.conftest import job_file, write
 from msgspec.structs import replace
 from support.commands import command_file
+from support.report_cards import put_card
 from support.tui import record_job
 
 from sae_tui.compare.run import settings_of
@@ -13,6 +15,7 @@ from sae_tui.compare.runs import Runs
 from sae_tui.compare.tables import results
 from sae_tui.panels.pareto import points_of
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.explanations import Explanation, record
 from trainer.contract.runs.latent_notes import change_note
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import MetricRow
@@ -110,3 +113,35 @@ def test_starred_and_named_latents_are_counted_for_each_sae(data, pair, runs) ->
     change_note(data.sae(plain), 2, lambda note: replace(note, starred=True))
     lines = {line.title: line.words() for line in results(runs.read("fvu").saes)}
     assert (lines["starred latents"], lines["named latents"]) == (["2", "1", "–"], ["1", "1", "–"])
+
+
+def explained(folder: Path, scores: list[float], model: str = "m", weights: str = "w") -> None:
+    """Store a report card of the weights "w", and explanations with these scores."""
+    put_card(folder, weights="w", label="" if folder.parent.name == "saes" else folder.name)
+    for latent, score in enumerate(scores):
+        one = Explanation(latent=latent, text="kings", detection=score, detection_error=0.05, model=model,
+                          weights=weights)  # fmt: skip
+        record(folder, one)
+
+
+def test_scores_of_explanations_within_their_errors_are_the_same(data, pair, runs) -> None:
+    plain, sweep = (data.sae(one) for one in pair)
+    explained(plain, [0.8, 0.9])
+    explained(sweep / "k=8", [0.8, 0.9, 0.95, 0.1])
+    explained(sweep / "k=32", [0.9], weights="older")
+
+    def words(title: str) -> list[str]:
+        return next(line.words() for line in results(runs.read("fvu").saes) if line.title == title)
+
+    assert words("explained latents") == ["2", "4", "–"]
+    assert words("detection score") == ["0.85 ± 0.05", "0.6875 ± 0.2 unfinished", "–"]
+    with closing(Control(data.control_db)) as control:
+        control.transition(pair[1], JobState.FINISHED)
+    assert words("detection score") == ["0.85 ± 0.05 same", "0.6875 ± 0.2 same", "–"]
+    explained(plain, [1.0, 1.0, 1.0, 1.0])
+    explained(sweep / "k=8", [0.1, 0.1, 0.1, 0.1])
+    assert words("detection score") == ["1 ± 0.03 ★", "0.1 ± 0.03", "–"]
+    explained(plain, [1.0, 1.0, 1.0, 1.0], model="another")
+    (line,) = [one for one in results(runs.read("fvu").saes) if one.title == "detection score"]
+    assert (line.best, line.same) == (frozenset(), frozenset())
+    assert line.why == "detection score: not ranked, since different models explain: another () and m ()"

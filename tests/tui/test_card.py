@@ -24,6 +24,7 @@ from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import PALETTE
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.card_versions import archive
+from trainer.contract.runs.explanations import Explained, MeanScore
 from trainer.contract.runs.report_card import Card
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -286,3 +287,17 @@ async def test_keys_for_latents_are_offered_only_if_there_are_features(
         await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen) and app.screen.query(Footer))
         await pilot.pause()
         assert not {"/ Search", "o Order", ": Go to", "= Nearest"} & {*app.screen.query_one(Footer).plain.split("  ")}
+
+
+@pytest.mark.parametrize("width", [79, 117])
+def test_explanations_have_mean_scores_with_errors_and_histograms(width: int) -> None:
+    score = MeanScore(0.8544, 0.012, 40, (0, 0, 0, 0, 0, 4, 0, 0, 0, 8))
+    summary = Explained(n_latents=41, models=("Qwen3-8B",), prompts=("v1",), detection=score)
+    card = msgspec.structs.replace(msgspec.convert(card_table(), Card), explained=summary)
+    lines = ["".join(text for text, _ in line) for line in card_lines(card, (), width)]
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert re.search(r"  latents described +41 ", text)
+    assert re.search(r"  detection +0\.854 ± 0\.012", text)
+    assert re.search(r"  detection +0 │ {5}▄ {3}█│ 1", text)
+    assert "41 of 64 latents described by Qwen3-8B; mean detection 0.854 ± 0.012" in " ".join(text.split())

@@ -15,6 +15,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.progress import Planned, Progress
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.evaluation_time import EFFECT_TOKENS, SEEDS, planned
+from trainer.contract.runs.explanations import ExplanationsFile
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.report_card import (
@@ -28,6 +29,7 @@ from trainer.contract.runs.report_card import (
     as_table,
     lines,
     read_card,
+    with_explanations,
 )
 from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.extract import ExtractJob
@@ -199,7 +201,8 @@ class _Measured(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         written_to = str(self.written_to) if self.written_to else None
-        return {"card": as_table(self.card), "lines": [*lines(self.card), *self.notes], "written_to": written_to}
+        card = with_explanations(self.card, ExplanationsFile(self.written_to)) if self.written_to else self.card
+        return {"card": as_table(card), "lines": [*lines(card), *self.notes], "written_to": written_to}
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:

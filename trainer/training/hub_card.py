@@ -14,8 +14,10 @@ from trainer.contract.files import open_plain
 from trainer.contract.paths import RunPaths
 from trainer.contract.printable import in_markdown, printable_lines
 from trainer.contract.runs.checkpoint_manifest import TENSORS, CheckpointState, read_state
+from trainer.contract.runs.explanations import ExplanationsFile
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.recipe import recipe_lines
+from trainer.contract.runs.report_card import explanation_facts, read_card, with_explanations
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -94,10 +96,18 @@ def _sections(
         # The figures on the model card are those at the SAE's own k.
         has_other_k = k is not None and k != member.sae.settings.n_active
         text = _card_text(card) if is_judged and not has_other_k else ""
-        # Omit the sentence about `card.json`, because this file is not uploaded.
-        yield (
-            text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label, k)
-        )
+        if text.startswith(CARD_TITLE):
+            # Omit the sentence about `card.json`, because this file is not uploaded.
+            yield text.replace(CARD_REST, "") + _explanations(output / label)
+        else:
+            yield _plain(checkpoint, member, state, label, k)
+
+
+def _explanations(folder: Path) -> str:
+    """Return a paragraph about the explanations of the SAE in a folder, which are written after its model card."""
+    card = read_card(folder)
+    facts = explanation_facts(with_explanations(card, ExplanationsFile(folder))) if card else []
+    return "".join(f"\n{title.capitalize()}: {in_markdown(words, 1000)}.\n" for title, words in facts)
 
 
 def _card_text(card: Path) -> str:

@@ -171,7 +171,7 @@ _ESTIMATE = typed(
 )
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "effects", "probing",
-    "training", "weights", "parts",
+    "training", "weights", "parts", "explained",
 )  # fmt: skip
 _WHOLE_JOB = fields(
     "Job with its events",

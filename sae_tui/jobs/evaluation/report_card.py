@@ -13,6 +13,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable
 from trainer.contract.runs import card_versions, report_card
 from trainer.contract.runs.card_versions import Version
+from trainer.contract.runs.explanations import ExplanationsFile
 from trainer.contract.runs.features import CARD
 from trainer.contract.runs.report_card import Card, KnownFeatures
 from trainer.contract.settings.series import error_of
@@ -27,6 +28,7 @@ class FiguresSummary(msgspec.Struct, frozen=True):
     l0: float | None = None
     dead: float | None = None
     dead_error: float | None = None
+    d_sae: int = 0
 
 
 def with_error(value: float | None, error: float | None) -> str:
@@ -103,6 +105,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     effects: EffectsSummary | None = None
     probing: ProbingSummary | None = None
     known: KnownFeatures | None = None
+    weights: str = ""
 
     def values(self) -> dict[str, float]:
         """Return the metrics used to compare SAEs, with their standard errors if known."""
@@ -132,7 +135,11 @@ def read_card(folder: Path) -> ReportCard | None:
 
 def whole_cards(folder: Path) -> dict[str, Card]:
     """Return a dict mapping each SAE label in a folder to the SAE's complete report card."""
-    cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
+    cards = [
+        report_card.with_explanations(card, ExplanationsFile(one))
+        for one in _folders(folder)
+        if (card := report_card.read_card(one))
+    ]
     return {card.label: card for card in cards}
 
 

@@ -13,6 +13,7 @@ from support.features import features_file
 from support.report_cards import FIGURES, card_table
 
 from trainer.contract.runs.card_figures import figures_of
+from trainer.contract.runs.explanations import Explanation, ExplanationsFile, record
 from trainer.contract.runs.features import CARD, FEATURES, Features
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import (
@@ -27,6 +28,7 @@ from trainer.contract.runs.report_card import (
     read_card,
     sample_latents,
     summary,
+    with_explanations,
 )
 
 
@@ -214,3 +216,33 @@ def test_figures_of_a_twin_are_listed_with_their_errors() -> None:
 def test_a_card_with_unknown_frozen_weights_is_treated_as_missing(tmp_path: Path) -> None:
     (tmp_path / CARD).write_text(json.dumps(card_table(twins=[TWIN | {"frozen": "x | <img src=a>"}])))
     assert read_card(tmp_path) is None
+
+
+def described(latent: int, detection: float | None = None, weights: str = "w", **more: Any) -> Explanation:
+    error = None if detection is None else 0.05
+    scores = {"detection": detection, "detection_error": error}
+    return Explanation(latent=latent, weights=weights, **({"text": "kings", "model": "m"} | scores | more))
+
+
+def test_a_card_shows_the_mean_scores_of_the_explanations_of_its_weights(tmp_path: Path) -> None:
+    scores = [0.5, 0.75, 0.95, 1.0]
+    stale, failed, beyond = described(5, 0.1, "old"), described(6, text="", problem="refused"), described(64, 0.1)
+    unscored = described(7, model="n")
+    record(tmp_path, *map(described, range(4), scores), stale, failed, beyond, unscored)
+    one = with_explanations(msgspec.structs.replace(card(), weights="w"), ExplanationsFile(tmp_path))
+    assert one.explained
+    assert (one.explained.n_latents, one.explained.models, one.explained.fuzzing) == (5, ("m", "n"), None)
+    detection = one.explained.detection
+    assert detection
+    assert (detection.mean, detection.n, detection.histogram) == (0.8, 4, (0, 0, 0, 0, 0, 1, 0, 1, 0, 2))
+    assert detection.error == pytest.approx(math.sqrt(sum((score - 0.8) ** 2 for score in scores) / 3 / 4))
+    words = f"5 of 64 latents described by m, n; mean detection 0.800 ± {detection.error:.3f} (chance 0.5)"
+    assert by_title(one)["explanations"] == words
+    assert as_table(one)["explained"]["detection"]["n"] == 4
+    # Descriptions are written after the report card, so its file does not contain them.
+    assert b'"explained"' not in one.as_json()
+    (tmp_path / CARD).write_text(json.dumps(as_table(one)))
+    read = read_card(tmp_path)
+    assert read
+    assert read.explained is None
+    assert with_explanations(card(), ExplanationsFile(tmp_path)).explained is None

@@ -20,7 +20,9 @@ import yaml
 from support.hub import TOKEN, Hub
 
 from trainer.cli import main
+from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.checkpoint_manifest import STATE, newest_first
+from trainer.contract.runs.explanations import Explanation, record
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
@@ -144,7 +146,10 @@ def test_the_model_card_escapes_all_text_from_another_users_run(make_run: Callab
     state["origin"] = {"model_name": HOSTILE, "hook_name": HOSTILE}
     (checkpoint / STATE).write_text(json.dumps(state))
     readme.write_text(f"{written}\n<img src=x onerror=y>\x1b[2J")
+    one = Explanation(latent=0, text="kings", detection=0.9, model=HOSTILE, weights=weights_of(run / "sae"))
+    record(run / "sae", one)
     judged = hub_card([checkpoint], "saelens", "ada/my-sae")
+    assert "\nExplanations: 1 of 64 latents described by" in judged
     readme.unlink()
     plain = hub_card([checkpoint], "saelens", "ada/my-sae")
     for card, text in ((judged, "img src"), (plain, "evil")):

@@ -8,6 +8,7 @@ from trainer.contract.answers.schema import Schema, by_name, fields, list_of, on
 from trainer.contract.failure import Failure, Refusal
 from trainer.contract.runs.crosscoder import Crosscoder, CrosscoderPart
 from trainer.contract.runs.effects import AblatedLatent, Effects, LargeEffect
+from trainer.contract.runs.explanations import Explained, MeanScore
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
@@ -453,6 +454,28 @@ _TWIN = typed(
     },
     {"figures": by_name(float), "errors": by_name(float)},
 )
+_SCORE = typed(
+    "MeanScore",
+    MeanScore,
+    {
+        "mean": "Mean over the scored latents; a model that guesses reaches 0.5.",
+        "error": "Its standard error.",
+        "n": "Number of scored latents.",
+        "histogram": "Number of latents in each of 10 equal bins of the score from 0 to 1.",
+    },
+)
+_EXPLAINED = typed(
+    "Explained",
+    Explained,
+    {
+        "n_latents": "Number of latents with a description of these weights.",
+        "models": "Language models that gave the descriptions.",
+        "prompts": "Versions of the prompts.",
+        "detection": "Scores for finding the texts on which a latent fires; null if not measured.",
+        "fuzzing": "Scores for finding the texts with the right marks; null if not measured.",
+    },
+    {"detection": or_null(_SCORE), "fuzzing": or_null(_SCORE)},
+)
 _CARD: dict[str, tuple[Any, str]] = {
     "name": (str, "Name of the run or folder."),
     "label": (str, 'Label of the SAE in a sweep; "" if the run is not a sweep.'),
@@ -475,6 +498,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "twins": (list_of(_TWIN), "Random twins that were trained alongside the SAE."),
     "latents": (list_of(by_name({})), "Random latents, with texts on which they fire."),
     "families": (by_name(int), "Number of latents of each family; empty without stored max-activating examples."),
+    "explained": (or_null(_EXPLAINED), "Descriptions of latents by language models; null if no latent has one."),
     "recipe": (or_null(_RECIPE), "How the SAE was trained; null if unknown."),
     "threshold_set_on": (str, "Rows on which the SAE's single threshold was set; empty if there is no such threshold."),
     "training": (or_null(_TRAINING), "How far the training went; null if unknown."),

@@ -28,7 +28,7 @@ from trainer.contract.settings.catalog import METRICS, Series
 from trainer.contract.store.seeds import Spread, seeds_of, spread_of
 from trainer.contract.store.twins import frozen_in
 
-Group = Literal["reconstruction", "parts", "model", "latents", "effects", "probes", "all_tokens"]
+Group = Literal["reconstruction", "parts", "model", "latents", "effects", "explanations", "probes", "all_tokens"]
 _CE_SCORE = Series("CE score", better="higher", prominence="key")
 _FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
 
@@ -133,6 +133,18 @@ def _text_of(spliced: PatchedModel | None) -> tuple[object, ...] | None:
     return spliced.text, spliced.n_tokens, spliced.n_texts, spliced.left_out, round(spliced.ce, 1)
 
 
+def _explained_by(card: Card) -> tuple[object, ...] | None:
+    """Return what two report cards must share for the scores of explanations to be comparable."""
+    return (card.explained.models, card.explained.prompts) if card.explained else None
+
+
+def _scores(name: str, prominence: Literal["key", "result"]) -> _Declared:
+    """Return a mean score of the explanations of latents."""
+    series = Series(name, better="higher", format=".3f", prominence=prominence)
+    mean, error = _of("explained", name, "mean"), _of("explained", name, "error")
+    return _Declared(name, "explanations", series, mean, error, _explained_by)
+
+
 def _losses(group: Group, *path: str) -> Iterator[_Declared]:
     """Yield the figures for the language model's losses, which are read at a path of attributes."""
     prefix = "" if group == "model" else f"{group}_"
@@ -207,6 +219,10 @@ _FIGURES = (
     _Declared("effects_spearman", "effects", Series("Spearman, ablated", format=".3f"), _of("effects", "spearman")),
     _Declared("effects_pearson", "effects", Series("Pearson, ablated", format=".3f"), _of("effects", "pearson")),
     _Declared("effects_ratio", "effects", Series("estimate / true", format=".2f"), _of("effects", "ratio")),
+    _Declared("explained", "explanations", Series("latents described", format=",.0f", prominence="minor"),
+              _of("explained", "n_latents")),
+    _scores("detection", "key"),
+    _scores("fuzzing", "result"),
     *_losses("all_tokens", "spliced", "all_tokens"),
     _Declared("together_ce_score", "model", _like(_CE_SCORE, "CE score, all MLPs"), _of("together", "ce_score"),
               _of("together", "ce_score_error"), _texts_of_all),
@@ -324,6 +340,7 @@ def title_of_group(group: Group, card: Card) -> str:
         "model": f"Language model{which}",
         "latents": "Latents",
         "effects": "Effect of each latent (nats/token)",
+        "explanations": "Explanations of latents",
         "probes": "Probes",
         "all_tokens": AS_SAELENS[:1].upper() + AS_SAELENS[1:],
     }[group]

@@ -20,8 +20,9 @@ import msgspec
 from trainer.contract.files import open_plain, replacing, write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import file_mode, private_folder, refuse_link
+from trainer.contract.runs.explanations import ExplanationsFile
 from trainer.contract.runs.features import CARD, FEATURES
-from trainer.contract.runs.report_card import Card, card_from
+from trainer.contract.runs.report_card import Card, card_from, with_explanations
 
 FOLDER = ".cards"
 MOST_CARDS = 20
@@ -80,6 +81,8 @@ def versions(folder: Path) -> list[Version]:
         features = folder / FEATURES if os.path.exists(folder / FEATURES) else None
         found = [one for one in found if one.number != number]
         found.append(Version(number=number, card=current, features=features, is_current=True))
+    stored = ExplanationsFile(folder)
+    found = [msgspec.structs.replace(one, card=with_explanations(one.card, stored)) for one in found]
     return sorted(found, key=lambda one: one.number, reverse=True)
 
 
@@ -134,6 +137,7 @@ def _features(folder: Path, card: Card) -> Path | None:
 def _content(card: Card) -> str:
     """Return a digest of a report card that ignores the features file and the times and devices of the measurements."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
+    del table["explained"]
     for part in table["parts"].values():
         for name in _CHANGING:
             del part[name]

@@ -7,7 +7,6 @@ import contextlib
 import math
 import mmap
 import operator
-import os
 import re
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as
 from trainer.contract.printable import printable
 from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, kind_of, letter, relative_norm
-from trainer.contract.runs.explanations import EXPLANATIONS, Explanation, of_weights, read_explanations
+from trainer.contract.runs.explanations import Explanation, ExplanationsFile
 from trainer.contract.runs.how_far import exported_tokens
 from trainer.contract.runs.latent_notes import LatentNote, LatentNotes, read_notes
 from trainer.contract.settings.shards import read_header
@@ -303,8 +302,7 @@ class Features:
     def __init__(self, file: Path) -> None:
         # The folder of the SAE. Earlier versions of a features file are in a folder below it, under other names.
         self.folder = file.parent if file.name == FEATURES else file.parent.parent
-        # The explanations, and the state of their file when they were read.
-        self._explained: tuple[object, dict[int, Explanation]] = None, {}
+        self._explained = ExplanationsFile(self.folder)
         try:
             header, self._begin = read_header(file)
             metadata = header.pop("__metadata__", None)
@@ -727,7 +725,7 @@ class Features:
             part=self.part_kinds[latent],
             nu_error=self._ratio("nu_error", latent),
             nu_reconstruction=self._ratio("nu_reconstruction", latent),
-            explanation=self.explanations.get(latent),
+            explanation=self._explained.of(self.weights).get(latent),
             **self._own(latent),
         )
 
@@ -741,18 +739,7 @@ class Features:
     @property
     def explanations(self) -> dict[int, Explanation]:
         """The stored descriptions of this SAE's latents; they are read again if their file has changed."""
-        try:
-            status = os.stat(self.folder / EXPLANATIONS)
-        except OSError:
-            return {}
-        state = status.st_ino, status.st_size, status.st_mtime_ns
-        if state != self._explained[0]:
-            self._explained = state, {}
-            # An unreadable file must not hide the latents.
-            with contextlib.suppress(UserError):
-                known = of_weights(read_explanations(self.folder).values(), self.weights)
-                self._explained = state, {latent: one for latent, one in known.items() if latent < self.n_latents}
-        return self._explained[1]
+        return {latent: one for latent, one in self._explained.of(self.weights).items() if latent < self.n_latents}
 
     def _firing_correlation(self, latent: int) -> float | None:
         value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan

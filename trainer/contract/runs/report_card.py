@@ -16,6 +16,7 @@ import msgspec
 from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.runs.crosscoder import Crosscoder, part_facts, part_remarks
 from trainer.contract.runs.effects import Effects, effect_facts, effect_remarks
+from trainer.contract.runs.explanations import CHANCE, Explained, ExplanationsFile
 from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -428,7 +429,9 @@ class Card(msgspec.Struct, frozen=True):
     ablated. `together` contains the losses if the outputs of all MLPs are replaced at
     once, by the run's transcoders or its cross-layer transcoder; it is None for other SAEs. `stability` is None for an
     SAE that was trained with one seed. `twins` are the random twins trained alongside the SAE. `families` maps each of
-    `features.FAMILIES` to its number of latents; it is empty if no max-activating examples are stored.
+    `features.FAMILIES` to its number of latents; it is empty if no max-activating examples are stored. `explained`
+    summarises the descriptions of latents. It is None in a stored report card, since descriptions are written later;
+    `with_explanations` adds it.
     """
 
     name: str
@@ -457,6 +460,7 @@ class Card(msgspec.Struct, frozen=True):
     stability: Stability | None = None
     twins: tuple[Twin, ...] = ()
     families: dict[str, int] = {}
+    explained: Explained | None = None
 
     @property
     def target_l0(self) -> int | None:
@@ -499,8 +503,10 @@ class Card(msgspec.Struct, frozen=True):
         )
 
     def as_json(self) -> bytes:
+        table = as_table(self)
+        del table["explained"]
         # Unlike msgspec, json can write file names that are not UTF-8.
-        return json.dumps(as_table(self), indent=2).encode() + b"\n"
+        return json.dumps(table, indent=2).encode() + b"\n"
 
 
 def read_card(folder: Path) -> Card | None:
@@ -512,9 +518,14 @@ def read_card(folder: Path) -> Card | None:
 def card_from(table: dict[str, Any]) -> Card | None:
     """Return the report card in a table read from JSON, or None if the table is not valid."""
     try:
-        return convert_as(_without_unknown(table), Card)
+        return msgspec.structs.replace(convert_as(_without_unknown(table), Card), explained=None)
     except (msgspec.ValidationError, RecursionError):
         return None
+
+
+def with_explanations(card: Card, stored: ExplanationsFile) -> Card:
+    """Add a summary of the stored explanations that describe the weights of a report card."""
+    return msgspec.structs.replace(card, explained=stored.summary_of(card.weights, card.figures.d_sae))
 
 
 def _without_unknown(value: Any) -> Any:
@@ -598,6 +609,7 @@ def summary(card: Card) -> str:
     latents = f"{one.dead:.1%} did not fire" + ("" if dense is None else f", {dense:.1%} dense")
     latents += f", {card.stability.share:.1%} stable over seeds" if card.stability else ""
     latents += f", F1 {_with_error(card.known.f1, card.known.f1_error, '.3f')} on known features" if card.known else ""
+    latents += f", {card.explained.words}" if card.explained else ""
     unfinished = card.training.unfinished if card.training else ""
     of_data = (one.text for one in [*data_cautions(card.data), *few_cautions(card)])
     notes = [note for note in (_of_dimensions(card), *of_data, unfinished) if note]
@@ -704,6 +716,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("stability", _stability(card.stability))] if card.stability else []),
         *((twin.words, words) for twin in card.twins if (words := _twin(twin))),
         *([("families", _families(card))] if card.families else []),
+        *explanation_facts(card),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *([("known features", _known_features(card.known))] if card.known else []),
         *(_losses(card.spliced) if card.spliced else []),
@@ -748,6 +761,15 @@ def _families(card: Card) -> str:
     return f"{family_words(card.families)} (in {counted.n:,} rows with their tokens{few})"
 
 
+def explanation_facts(card: Card) -> list[tuple[str, str]]:
+    """Return a line such as `412 of 3,072 latents described by Qwen3-8B; mean detection 0.854 ± 0.012 (chance 0.5)`."""
+    one = card.explained
+    if one is None:
+        return []
+    scores = f"; mean {one.means} (chance {CHANCE})" if one.means else "; not scored"
+    return [("explanations", f"{one.n_latents:,} of {card.figures.d_sae:,} latents described by {one.by}{scores}")]
+
+
 def _stability(one: Stability) -> str:
     """Return what share of latents is stable, like `46.0% of latents have a decoder cosine above 0.7 with …`."""
     n = len(one.others)
@@ -781,6 +803,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
         *([("cross-layer", layer.words)] if (layer := card.figures.layer) else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         *([("families", _families(card))] if card.families else []),
+        *explanation_facts(card),
         *([("model read", _text_read(read))] if (read := card.spliced or card.together) else []),
         *(effect_remarks(card.effects) if card.effects else []),
         *([("probed on", _probed_on(card.probing))] if card.probing else []),
