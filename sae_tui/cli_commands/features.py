@@ -148,7 +148,7 @@ def annotate(context: CommandContext, flags: argparse.Namespace) -> int:
     read.feature(flags.latent)  # refuses a latent that does not exist
     if not changes:
         return _show_note(context, read.notes.by_latent.get(flags.latent, LatentNote(flags.latent)))
-    changed = change_note(read.folder, flags.latent, lambda note: replace(note, **changes))
+    changed = change_note(read.folder, flags.latent, lambda note: replace(note, **changes), read.weights)
     has_done(f"the note on latent {flags.latent} is written")
     return _show_note(context, changed.after)
 

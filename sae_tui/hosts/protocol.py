@@ -46,7 +46,7 @@ LABEL = rf"^({_LABEL})?\Z"
 PATH = (
     r"^(run/(job\.toml|exit\.json|attempt[0-9]{1,6}/(plan|data|rank[0-9]{1,6}\.exit)\.json"
     r"|logs/(rank[0-9]{1,6}|supervisor|evaluation)\.log)"
-    rf"|sae/({_LABEL}/)?(card\.json|card_sums\.json|cfg\.json|features\.safetensors|notes\.jsonl))\Z"
+    rf"|sae/({_LABEL}/)?(card\.json|card_sums\.json|cfg\.json|features\.safetensors|(notes|explanations)\.jsonl))\Z"
 )
 
 Use = Literal["dim", "good", "warn"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -40,6 +41,7 @@ from sae_tui.hosts.protocol import (
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.explanations import EXPLANATIONS
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.runs.row_sums import SUMS
@@ -53,7 +55,10 @@ from trainer.contract.store.rows import Job
 # curve is sent as means over buckets of steps, because a screen shows at most a few hundred points of a curve.
 _FIRST_POINTS, _FEWEST_POINTS, _MOST_POINTS = 20_000, 100, 2000
 _LOG_END, _MOST_LOGS = 64 << 10, 8
-_OF_SAE = ("cfg.json", CARD, SUMS, NOTES)
+_OF_SAE = ("cfg.json", CARD, SUMS, NOTES, EXPLANATIONS)
+# While latents are explained, their file changes every few seconds, and is sent as a whole. It may use up to this many
+# bytes per second, an eighth of what the other side reads.
+_EXPLANATIONS_BYTES_S = 32 << 10
 
 
 class SentJob:
@@ -68,6 +73,8 @@ class SentJob:
         self._n_events = 0
         self._sent_run = _SentRun()
         self._sizes: dict[str, tuple[int, int]] = {}
+        # The times before which changed explanations are not sent again.
+        self._not_before: dict[str, float] = {}
 
     def messages(self) -> Iterator[Message]:
         """Yield the changes, and then `UpToDate`; raise `UserError` if the job does not exist."""
@@ -146,6 +153,10 @@ class SentJob:
         stamp = _stamp(file)
         if stamp is None or stamp == self._sizes.get(path) or stamp[0] > LARGEST_FILE:
             return
+        if time.monotonic() < self._not_before.get(path, 0.0):
+            return
+        if file.name == EXPLANATIONS:
+            self._not_before[path] = time.monotonic() + stamp[0] / _EXPLANATIONS_BYTES_S
         with contextlib.suppress(OSError, ValueError, EOFError):
             with open_plain(file) as stream:
                 parts = list(_parts(path, stream, stamp[0]))

@@ -379,7 +379,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         def write() -> str:
             # Without the lock, an earlier change could be shown after a later one.
             with self._one_change:
-                changed = change_note(features.folder, latent, change)
+                changed = change_note(features.folder, latent, change, features.weights)
                 features.read_notes_again()
                 self.post_message(Noted(features, changed, undoes))
             return f"the last change of latent {latent} is undone" if undoes else ""

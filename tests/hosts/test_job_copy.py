@@ -19,6 +19,7 @@ import pytest
 from support.far_side import HELLO, far_side, real_side
 from support.features import features_file
 from support.report_cards import put_card
+from support.stub_llm import explained_file
 from support.tui import NOW, record_job, record_metrics
 
 from sae_tui.hosts import follower, job_copy, sent_job
@@ -32,6 +33,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable_json
 from trainer.contract.process import ProcessRef
+from trainer.contract.runs.explanations import EXPLANATIONS, Explanation, record
 from trainer.contract.runs.features import FEATURES, Features
 from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.store.database import StoreError
@@ -177,6 +179,31 @@ def test_the_report_card_is_copied_at_once_and_features_only_on_request(there: D
         assert Features(copy.data.sae(1) / FEATURES).feature(0).name == "sheep"
         copy.fetch_features(lambda received, total: seen.append((received, total)))
         assert len(seen) == 1
+
+
+def test_explanations_are_copied_filtered_and_sent_again_only_at_a_limited_rate(
+    there: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_card(there.sae(1), weights="w")
+    (there.sae(1) / FEATURES).write_bytes(explained_file(weights="w"))
+    line = {"latent": 0, "text": "kings\x1b[2J", "detection": 0.9, "model": "m", "weights": "w"}
+    stale = line | {"latent": 1, "weights": "old"}
+    (there.sae(1) / EXPLANATIONS).write_text(f"{json.dumps(line)}\n{json.dumps(stale)}\nno JSON\n")
+    with followed(there, tmp_path) as follow:
+        here = follow().sae(1)
+        (here / FEATURES).write_bytes(explained_file(weights="w"))
+        features = Features(here / FEATURES)
+        assert {latent: one.text for latent, one in features.explanations.items()} == {0: "kings�[2J"}
+        (card,) = whole_cards(here).values()
+        assert card.explained
+        assert card.explained.n_latents == 1
+        # The limit is now 100 s for 100 bytes.
+        monkeypatch.setattr(sent_job, "_EXPLANATIONS_BYTES_S", 1)
+        record(there.sae(1), Explanation(latent=2, text="rivers", weights="w"))
+        wait_for(lambda: follow() and 2 in features.explanations)
+        record(there.sae(1), Explanation(latent=3, text="trains", weights="w"))
+        follow()
+        assert [*features.explanations] == [0, 2]
 
 
 def test_any_sae_of_a_sweep_is_copied_and_other_folders_are_left_out(there: DataDir, tmp_path: Path) -> None:

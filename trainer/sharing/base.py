@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,11 @@ from trainer.contract.files import open_plain
 from trainer.contract.hub_cache import is_plain_file
 from trainer.contract.locks import locked
 from trainer.contract.printable import printable
-from trainer.contract.runs.card_versions import KS, archive
+from trainer.contract.runs.card_versions import KS, archive, weights_of
+from trainer.contract.runs.explanations import EXPLANATIONS, carry_explanations
 from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.how_far import exported_tokens
+from trainer.contract.runs.latent_notes import NOTES, Change, LatentNote, carry_notes
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
@@ -155,8 +159,8 @@ class Format(ABC):
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Whether `write` needs `SharedSae.firings`.
     needs_firings: ClassVar[bool] = False
-    # Whether the user's notes on latents are copied next to the export.
-    has_notes: ClassVar[bool] = True
+    # Whether notes on latents, and their explanations, are copied next to the export.
+    has_labels: ClassVar[bool] = True
 
     def refusal(self, sae: SharedSae) -> str | None:
         """Return why the format cannot store this SAE without changing the SAE's output, or None if it can."""
@@ -274,6 +278,30 @@ def has_own_model_card(folder: Path) -> bool:
     with contextlib.suppress(OSError), open_plain(folder / MODEL_CARD) as stream:
         return stream.read(len(CARD_TITLE)) == CARD_TITLE.encode()
     return False
+
+
+def carry_labels(
+    source: Path, target: Path, *, has_same_weights: bool = True, moved: Change = lambda note: note
+) -> list[str]:
+    """Add the notes on an SAE's latents, and the latents' explanations, to a copy of the SAE.
+
+    The digest of the copy's weights replaces the digest of the SAE's weights, because it depends on the format. Labels
+    of other weights keep their digest, and explanations of other weights are left out. `moved` changes the notes that
+    have no digest. Return sentences about what is not copied.
+    """
+    has_some = any((source / name).exists() for name in (NOTES, EXPLANATIONS))
+    if not has_some or os.path.realpath(source) == os.path.realpath(target):
+        return []
+    old, new = (weights_of(source), weights_of(target)) if has_same_weights else ("", "")
+    tokens = exported_tokens(target)
+
+    def relabelled(note: LatentNote) -> LatentNote:
+        if not note.weights:
+            return moved(note)
+        now = note.tokens if tokens is None else tokens
+        return msgspec.structs.replace(note, weights=new, tokens=now) if note.weights == old else note
+
+    return [*carry_notes(source, target, relabelled), *carry_explanations(source, target, old, new)]
 
 
 def forget_card(folder: Path) -> None:

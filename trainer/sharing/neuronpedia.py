@@ -33,7 +33,7 @@ class Neuronpedia(Format):
     """Stores firing latents' max-activating examples, directions and names, but not the SAE itself."""
 
     files = ("batch-*.json", f"{EXPLANATIONS}*", "batch-*.jsonl.gz")
-    has_notes = False
+    has_labels = False
 
     def refusal(self, sae: SharedSae) -> str | None:
         if reason := refusal_of_several_hooks(sae, "neuronpedia"):

@@ -33,9 +33,10 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
+from trainer.contract.runs.explanations import EXPLANATIONS
 from trainer.contract.runs.features import CARD, FEATURES, STABILITY
 from trainer.contract.runs.how_far import HowFar, exported_tokens, of_state
-from trainer.contract.runs.latent_notes import NOTES, carry_notes
+from trainer.contract.runs.latent_notes import NOTES
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import TWINS, Card, read_card
 from trainer.contract.runs.resume import last_spec, stored_job
@@ -54,7 +55,7 @@ from trainer.contract.store.seeds import by_seeds
 from trainer.contract.store.twins import without_twins
 from trainer.parallel.base import Parallel
 from trainer.saes.topk import TopK
-from trainer.sharing.base import BELOW_K, MODEL_CARD, Firings, Format, SharedSae, shared_form
+from trainer.sharing.base import BELOW_K, MODEL_CARD, Firings, Format, SharedSae, carry_labels, shared_form
 from trainer.training.export_saes import training_facts
 from trainer.training.learner import Learner, layer_in
 from trainer.training.sharded_state import under
@@ -112,8 +113,10 @@ def export_checkpoint(
         for label, sae in track(saes([*folders]), "writing", len(folders)):
             notes |= dict.fromkeys(chosen.write(sae, folders[label]))
             _remove_other_formats(chosen, folders[label])
-            if chosen.has_notes:
-                notes |= dict.fromkeys(carry_notes(output_of(run_dir) / label, folders[label]))
+            if chosen.has_labels:
+                # An SAE that has features is the run's own SAE, with its own k.
+                source, is_own = output_of(run_dir) / label, sae.features is not None
+                notes |= dict.fromkeys(carry_labels(source, folders[label], has_same_weights=is_own))
     notes |= dict.fromkeys(f"{label} is not written: {reason}" for label, reason in left_out.items())
     return {
         "checkpoint": str(checkpoint),
@@ -370,7 +373,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 def _other_users(folder: Path) -> list[str]:
     """Return the names of the files in a folder that did not come from an export."""
-    ours = [CARD, FEATURES, NOTES, SUMS, MODEL_CARD, VERSIONS]
+    ours = [CARD, FEATURES, NOTES, EXPLANATIONS, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
     return [item.name for item in folder.iterdir() if not any(fnmatchcase(item.name, one) for one in ours)]

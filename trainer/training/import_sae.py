@@ -22,14 +22,14 @@ from trainer.contract.paths import RunPaths, working_folder
 from trainer.contract.runs.card_versions import KS
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.import_check import ImportCheck
-from trainer.contract.runs.latent_notes import LatentNote, carry_notes
+from trainer.contract.runs.latent_notes import LatentNote
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.settings.architectures import HierarchicalTopKSettings
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, folder_of
+from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, carry_labels, folder_of
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
 from trainer.sharing.parts import PARTS, SaePart, joined_paths, refuse_other_parts, scales_of_parts
@@ -88,7 +88,8 @@ def import_sae(
         facts[PARTS] = [part.facts() for part in shared.parts]
     _write(job, run_dir, learner, facts | {"imported_from": found.form})
     strange = other_place(shared.metadata, source.meta)
-    left = carry_notes(folder_of(found.place), run_dir / "sae", partial(_moved, shared.metadata.get("training_tokens")))
+    moved = partial(_moved, shared.metadata.get("training_tokens"))
+    left = carry_labels(folder_of(found.place), run_dir / "sae", moved=moved)
     notes = [*([strange] if strange else []), *shared.notes, *_notes(learner), *left]
     return ImportResult(run_dir, found.form, learner.architecture, notes, checked, doubts)
 

@@ -535,7 +535,7 @@ _FEATURE = typed(
         "starred": "Whether you have starred the latent.",
         "name": 'Name that you gave the latent; "" if none.',
         "note": 'Your note on the latent; "" if none.',
-        "noted_at_tokens": "Tokens that the SAE was trained on when you wrote these; null if the same as now.",
+        "noted_at_tokens": "Tokens that the SAE was trained on when you wrote these; null for these weights.",
         "explanation": "Description by a language model; null if it has none.",
     },
     {
@@ -569,6 +569,7 @@ _NOTE = typed(
         "note": 'Note on the latent; "" if none.',
         "tokens": "Tokens that the SAE was trained on when the note was written; null if unknown.",
         "time": "When the note was written; 0 if unknown.",
+        "weights": 'Digest of the weights that the note is about; "" if unknown.',
     },
 )
 _LOGS = fields(

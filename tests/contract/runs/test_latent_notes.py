@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.features import features_file
+from support.stub_llm import explained_file
 
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES, Features
@@ -89,7 +90,7 @@ def test_a_file_has_one_line_per_latent_in_ascending_order_with_fixed_keys(tmp_p
     text = (tmp_path / NOTES).read_bytes().decode()
     first, second = lines(tmp_path)
     assert text == "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in (first, second))
-    assert [*first] == [*second] == ["latent", "starred", "name", "note", "tokens", "time"]
+    assert [*first] == [*second] == ["latent", "starred", "name", "note", "tokens", "time", "weights"]
     assert [*first.values()][:5] == [9, False, "Könige 天", "first line\nsecond", None]
     assert [*second.values()][:5] == [10, True, "", "later", None]
     assert stat.S_IMODE((tmp_path / NOTES).stat().st_mode) == 0o600
@@ -408,6 +409,17 @@ def test_a_note_says_if_it_was_written_about_other_weights(tmp_path: Path) -> No
     assert with_notes(tmp_path, 2000).feature(0).noted_at_tokens is None
     (tmp_path / "cfg.json").unlink()
     assert Features(tmp_path / FEATURES).feature(0).noted_at_tokens is None
+
+
+def test_the_digest_of_the_weights_decides_what_a_note_is_about_if_it_is_known(tmp_path: Path) -> None:
+    (tmp_path / FEATURES).write_bytes(explained_file(weights="new"))
+    (tmp_path / "cfg.json").write_text(json.dumps({"metadata": {"training_tokens": 1000}}))
+    for latent, weights in enumerate(("new", "old", "")):
+        change_note(tmp_path, latent, setting(starred=True), weights)
+    # The SAE was exported with another k: its weights have another digest, but as many tokens.
+    assert [Features(tmp_path / FEATURES).feature(one).noted_at_tokens for one in range(3)] == [None, 1000, None]
+    (tmp_path / "cfg.json").write_text(json.dumps({"metadata": {"training_tokens": 2000}}))
+    assert [Features(tmp_path / FEATURES).feature(one).noted_at_tokens for one in range(3)] == [None, 1000, 1000]
 
 
 def test_starred_and_named_latents_are_found_and_come_first(tmp_path: Path) -> None:

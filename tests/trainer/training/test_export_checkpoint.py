@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of, newest_whole
+from trainer.contract.runs.explanations import Explanation, read_explanations, record
 from trainer.contract.runs.how_far import HowFar, exported_tokens, from_metadata
 from trainer.contract.runs.latent_notes import NOTES, change_note, read_notes
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -568,6 +569,34 @@ def test_notes_on_latents_stay_with_a_replaced_sae_and_go_along_with_exports(
     assert read_notes(tmp_path / "set").by_latent[1].name == "second"
 
 
+def test_labels_of_the_exported_weights_keep_to_them_in_every_format_and_at_import(
+    make_run: MakeRun, run_dir: Path, activations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run()
+    sae, older = run_dir / "sae", min((run_dir / "checkpoints").iterdir())
+    note(sae, 1, weights_of(sae), name="now")
+    note(sae, 2, "older", name="before")
+    labels = ((1, weights_of(sae)), (2, "older"))
+    record(sae, *(Explanation(latent=latent, text="kings", weights=weights) for latent, weights in labels))
+    for form in ("saelens", "dictionary_learning", "sparsify"):
+        out = tmp_path / form
+        assert export(run_dir, out, "--format", form) == EXIT_FINISHED
+        assert "1 explanation of other weights not copied" in capsys.readouterr().out
+        assert (weights_of(out) == weights_of(sae)) == (form == "saelens")
+        # The folder of an export can be replaced.
+        assert export(run_dir, out, "--format", form, "--force") == EXIT_FINISHED
+        back = tmp_path / f"{form}-back"
+        assert main(["import", str(out), "--out", str(back), "--data", str(activations)]) == EXIT_FINISHED
+        for folder in (out, back / "sae"):
+            assert {one.latent: one.weights for one in read_explanations(folder).values()} == {1: weights_of(folder)}
+            notes = read_notes(folder).by_latent
+            assert [notes[latent].weights for latent in (1, 2)] == [weights_of(folder), "older"]
+        assert notes[1].tokens == exported_tokens(back / "sae")
+    assert export(older, tmp_path / "older") == EXIT_FINISHED
+    assert not read_explanations(tmp_path / "older")
+    assert not read_notes(tmp_path / "older").by_latent[1].is_of(weights_of(tmp_path / "older"), 2560)
+
+
 def test_notes_that_cannot_be_copied_are_reported_and_the_sae_is_exported(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -578,5 +607,5 @@ def test_notes_that_cannot_be_copied_are_reported_and_the_sae_is_exported(
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"cfg.json", "sae_weights.safetensors"}
 
 
-def note(folder: Path, latent: int, **fields: Any) -> None:
-    change_note(folder, latent, lambda before: msgspec.structs.replace(before, **fields))
+def note(folder: Path, latent: int, weights: str = "", **fields: Any) -> None:
+    change_note(folder, latent, lambda before: msgspec.structs.replace(before, **fields), weights)

@@ -99,7 +99,8 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     def by(self) -> str:
         """The language models, at most three of them, like `Qwen3-8B`."""
         more = len(self.models) - 3
-        return ", ".join(one[:_LONGEST_MODEL] for one in self.models[:3]) + (f" and {plural(more, 'other model')}" if more > 0 else "")
+        others = f" and {plural(more, 'other model')}" if more > 0 else ""
+        return ", ".join(one[:_LONGEST_MODEL] for one in self.models[:3]) + others
 
 
 def summary_of(explanations: Iterable[Explanation]) -> Explained | None:

@@ -253,7 +253,7 @@ class Feature(msgspec.Struct, frozen=True):
     part with the smaller share, divided by β in the other part. They are None if they are unknown.
 
     `starred`, `name` and `note` are the user's own. `noted_at_tokens` is the number of tokens that the SAE had been
-    trained on when they were written, or None if it was the same as now, or unknown.
+    trained on when they were written, or None if they are about the current weights, or if the number is unknown.
     `explanation` is a language model's description of the latent, or None if it has none.
     """
 
@@ -733,7 +733,7 @@ class Features:
         """Return the fields of a latent that the user has written."""
         if (note := self.notes.by_latent.get(latent)) is None:
             return {}
-        other = note.tokens if note.tokens != self._tokens and self._tokens is not None else None
+        other = None if note.is_of(self.weights, self._tokens) else note.tokens
         return {"starred": note.starred, "name": note.name, "note": note.note, "noted_at_tokens": other}
 
     @property

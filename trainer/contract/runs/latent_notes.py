@@ -36,7 +36,8 @@ class LatentNote(msgspec.Struct, frozen=True):
     """What a user has noted about a latent. The fields are in the order in which a line stores them.
 
     `tokens` is the number of tokens that the SAE was trained on when the note was written, None if unknown, and `time`
-    is when it was written. Other keys in a line are kept.
+    is when it was written. `weights` is the digest of the SAE's weights, "" if unknown, as in notes by older versions.
+    Other keys in a line are kept.
     """
 
     latent: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -45,6 +46,13 @@ class LatentNote(msgspec.Struct, frozen=True):
     note: Annotated[str, msgspec.Meta(max_length=LONGEST_NOTE)] = ""
     tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     time: float = 0.0
+    weights: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    def is_of(self, weights: str, tokens: int | None) -> bool:
+        """Return whether the note is about these weights, by their digest or, if it is unknown, by their tokens."""
+        if self.weights and weights:
+            return self.weights == weights
+        return tokens is None or self.tokens == tokens
 
     @property
     def content(self) -> tuple[bool, str, str]:
@@ -102,9 +110,10 @@ def read_notes(folder: Path) -> LatentNotes:
     return LatentNotes(notes, _problem(file, lines))
 
 
-def change_note(folder: Path, latent: int, change: Change) -> Changed:
+def change_note(folder: Path, latent: int, change: Change, weights: str = "") -> Changed:
     """Apply a change to the note on a latent, and write it; the change gets the latest note, even if it is empty.
 
+    `weights` is the digest of the SAE's weights.
     Changes by other processes are kept. Raise `UserError` if the file cannot be read or written, or if the new name or
     note is not allowed.
     """
@@ -116,7 +125,8 @@ def change_note(folder: Path, latent: int, change: Change) -> Changed:
             return Changed(before, before)
         # A note must be newer than the one it replaces, even if another computer's clock is ahead.
         now = max(round(time.time(), 3), before.time + 0.001)
-        after = msgspec.structs.replace(after, latent=latent, tokens=exported_tokens(folder), time=now)
+        written = {"tokens": exported_tokens(folder), "time": now, "weights": weights}
+        after = msgspec.structs.replace(after, latent=latent, **written)
         _write(file, [*(line for line in lines if line is not old), _line(after, old)])
     return Changed(before, after)
 
