@@ -52,8 +52,9 @@ N_CONTEXTS = 5
 # The number of snapshots of a run's SAEs, not counting the ones at checkpoints. In longer runs, some evaluations have
 # none, because the file would become too large.
 MOST_SNAPSHOTS = 400
-# A smaller cosine with the direction at the last snapshot is reported.
-DRIFTED = 0.9
+# A latent whose direction has at least the first cosine with the one at the snapshot before, at so many snapshots in
+# a row, has settled. A cosine below `TURNED` is then reported. Most latents turn at every early snapshot.
+SETTLED, N_SETTLED, TURNED = 0.97, 2, 0.9
 # The maximum number of latents that an event names.
 _NAMED = 8
 
@@ -82,6 +83,29 @@ class Found(NamedTuple):
     born: list[int]
     died: list[int]
     fading: list[int]
+
+
+class Settling:
+    """Counts at how many snapshots in a row each watched latent of an SAE has kept its direction.
+
+    Snapshots until step `warm_up` do not count, nor snapshots since which a latent has not fired: at a low learning
+    rate, or without gradients, every direction stays the same.
+    """
+
+    def __init__(self, warm_up: float) -> None:
+        self._warm_up = warm_up
+        self._n_settled: dict[int, int] = {}
+
+    def turned(self, snapshot: WatchedSnapshot) -> list[int]:
+        """Return the latents that had settled before the next snapshot, and have turned at it."""
+        before, self._n_settled = self._n_settled, {}
+        for one in snapshot.latents:
+            keeps = one.cosine is not None and one.cosine >= SETTLED and one.density != 0
+            if keeps and snapshot.step > self._warm_up:
+                self._n_settled[one.latent] = before.get(one.latent, 0) + 1
+        settled = {latent for latent, n in before.items() if n >= N_SETTLED}
+        turned = (one for one in snapshot.latents if one.cosine is not None and one.cosine < TURNED)
+        return [one.latent for one in turned if one.latent in settled]
 
 
 class Firings:
@@ -159,6 +183,8 @@ class Watcher:
         self._trainer, self._job, self._source = trainer, job, source
         self._parallel, self._progress, self._run = parallel, progress, run
         self._saes: dict[str, WatchedSae] = {}
+        # On rank 0, for each label.
+        self._settling: dict[str, Settling] = {}
         self._rows: list[WatchedRows] = []
         self._tokens: Sequence[bytes] = ()
         every, n_saes = max(1, job.train.eval_every), len(trainer.report.values)
@@ -167,6 +193,8 @@ class Watcher:
         stored: list[WatchedSnapshot] = []
         with self._guarded():
             stored = keep_until(run, trainer.position.step) if parallel.is_main else []
+            for one in stored:
+                self._turned(one)
             self._rows = self._read_rows()
         if not self._is_off:
             with self._guarded():
@@ -352,16 +380,18 @@ class Watcher:
         n_rows = 0 if acts is None else len(acts)
         return WatchedSnapshot(at.step, at.tokens, sae.firings.seen, n_rows, tuple(latents), label)
 
+    def _turned(self, snapshot: WatchedSnapshot) -> list[int]:
+        """Return the settled latents that have turned at the next snapshot of an SAE."""
+        warm_up = self._job.train.warmup_fraction * self._trainer.total_steps
+        return self._settling.setdefault(snapshot.label, Settling(warm_up)).turned(snapshot)
+
     def _report(self, step: int, snapshots: Mapping[str, WatchedSnapshot], found: Mapping[str, Found]) -> None:
         """Report the latents that came alive, died or turned, with at most one event each."""
-        drifted = {
-            label: [one.latent for one in of_sae.latents if one.cosine is not None and one.cosine < DRIFTED]
-            for label, of_sae in snapshots.items()
-        }
+        turned = {label: self._turned(of_sae) for label, of_sae in snapshots.items()}
         for kind, words, latents in (
             ("latents_born", "came alive", {label: one.born for label, one in found.items()}),
             ("latents_died", "died", {label: one.died for label, one in found.items()}),
-            ("latents_turned", f"turned to a cosine below {DRIFTED} with the last snapshot", drifted),
+            ("latents_turned", f"had settled and turned to a cosine below {TURNED} with the last snapshot", turned),
         ):
             if any(latents.values()):
                 self._event(kind, f"{_named(latents)} {words} at step {step}")

@@ -21,10 +21,10 @@ from trainer.activations.open_source import open_source
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import JobFileError
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
-from trainer.contract.runs.watched import WATCHED, WatchedSnapshot, append_watched, read_watched
+from trainer.contract.runs.watched import WATCHED, WatchedLatent, WatchedSnapshot, append_watched, read_watched
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.contexts import TokenRows, acts_of, contexts_of
-from trainer.evaluation.watching import watch
+from trainer.evaluation.watching import Settling, watch
 from trainer.extraction.shard_writer import RowOrigin
 from trainer.parallel.base import Parallel
 from trainer.training.loop import Trainer
@@ -171,6 +171,46 @@ def test_a_latent_that_comes_alive_or_dies_is_reported_and_watched(make_job, mak
     assert any(message.startswith("latent 5 ") or "(5" in message or " 5," in message for message in died)
     assert any("at step 30" in message and "5" in message for message in born)
     assert len(born) == len({message.rpartition(" ")[2] for message in born})
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e-6])
+def test_only_a_latent_that_had_settled_is_reported_when_it_turns(
+    make_job, make_trainer, kept, tmp_path: Path, lr: float
+) -> None:
+    train = {"n_steps": 40, "eval_every": 5, "lr": lr, "decay_fraction": 0.0, "watch_latents": [7, 8]}
+    trainer = watched(make_trainer, make_job(train=train), kept, tmp_path)
+    take = trainer._watcher.take  # type: ignore[union-attr]
+
+    def turn(*, must: bool) -> None:
+        if trainer.position.step in (10, 25):
+            with torch.no_grad():
+                trainer.learners[""].sae.W_dec[8] = trainer.learners[""].sae.W_dec[8].roll(1).neg()
+        take(must=must)
+
+    trainer._watcher.take = turn  # type: ignore[union-attr, method-assign]
+    assert trainer.run()
+    cosines = {one.step: [latent.cosine for latent in one.latents] for one in read_watched(tmp_path)}
+    assert all((max(cosines[step]) < 0.9) == (lr == 0.1) for step in (10, 15))
+    assert [cosines[step][1] < 0.9 for step in (10, 25)] == [True, True]
+    told = [message for kind, _, message in kept.events if kind == "latents_turned"]
+    words = "latent 8 had settled and turned to a cosine below 0.9 with the last snapshot at step 25"
+    assert told == ([words] if lr < 0.1 else [])
+
+
+def test_a_latent_settles_at_two_snapshots_at_which_it_fires_after_the_warm_up() -> None:
+    def turned(cosines: list[float], densities: list[float], warm_up: float = 0.0) -> list[int]:
+        settling = Settling(warm_up)
+        shown = [
+            WatchedSnapshot(step, step, step, 0, (WatchedLatent(3, density=density, cosine=cosine),))
+            for step, (cosine, density) in enumerate(zip(cosines, densities, strict=True), 1)
+        ]
+        return [one.step for one in shown if settling.turned(one)]
+
+    fires = [0.1] * 6
+    assert turned([0.5, 0.99, 0.99, 0.5, 0.99, 0.5], fires) == [4]
+    assert turned([0.5, 0.99, 0.99, 0.5, 0.99, 0.5], fires, warm_up=2) == []
+    # A latent that does not fire keeps its direction without having settled.
+    assert turned([0.5, 1.0, 1.0, 0.5, 0.99, 0.5], [0.1, 0.0, 0.0, *fires[:3]]) == []
 
 
 def test_at_most_32_latents_are_watched_at_once(make_job, make_trainer, kept, tmp_path: Path) -> None:
