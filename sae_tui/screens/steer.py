@@ -41,6 +41,8 @@ _ROWS = (
         ((_ONLY_GENERATED, "only generated"), (_CHAT, "chat")),
     ),
 )
+# A narrower window shows the ticks below the fields.
+_WIDE = 76
 _HINT = "strength 2: twice the latent's largest activation"
 _NO_NEXT_TOKEN = "{} does not predict next tokens, so it cannot continue a prompt. Steering needs a causal model."
 
@@ -67,6 +69,9 @@ class SteerScreen(ModelScreen):
     SteerScreen > #steer-title { text-wrap: nowrap; text-overflow: ellipsis; }
     SteerScreen #steer-form { height: auto; }
     SteerScreen #steer-form Horizontal { height: 1; }
+    SteerScreen #steer-form .fields { width: 1fr; }
+    SteerScreen #steer-form .ticks { width: auto; }
+    SteerScreen.-narrow #steer-form .row { layout: vertical; height: 2; }
     SteerScreen #steer-form TextField { height: 2; }
     SteerScreen.-framed #steer-form Horizontal { padding: 0 1; }
     SteerScreen #steer-form Horizontal > Label { margin-right: 1; color: $text-muted; }
@@ -89,14 +94,16 @@ class SteerScreen(ModelScreen):
         with Vertical(id="steer-form", classes="panel"):
             yield TextField(self._prompt, earlier=self.session.model.texts, placeholder="A prompt", id="prompt")
             for fields, ticks in _ROWS:
-                with Horizontal():
-                    for name, words, width, value in fields:
-                        yield Label(words, markup=False)
-                        field = Input(value or str(self.latent), id=name, compact=True)
-                        field.styles.width = width or "1fr"
-                        yield field
-                    for name, words in ticks:
-                        yield Tick(words, id=name)
+                with Horizontal(classes="row"):
+                    with Horizontal(classes="fields"):
+                        for name, words, width, value in fields:
+                            yield Label(words, markup=False)
+                            field = Input(value or str(self.latent), id=name, compact=True)
+                            field.styles.width = width or "1fr"
+                            yield field
+                    with Horizontal(classes="ticks"):
+                        for name, words in ticks:
+                            yield Tick(words, id=name)
             yield Label("", id="steer-about", markup=False)
         yield SteeredText(id="steered").add_class("panel")
         yield Footer()
@@ -107,6 +114,7 @@ class SteerScreen(ModelScreen):
         self._show_about()
 
     def on_resize(self) -> None:
+        self.set_class(self.size.width < _WIDE, "-narrow")
         if self.is_mounted:
             self.show_state()
 

@@ -242,3 +242,26 @@ def test_kl_divergences_are_shaded_by_their_share_of_the_largest() -> None:
     (tokens,) = [line for line in lines if len(line) > 4]
     assert tokens == ((" a", "text"), (" b", "faint"), ("│", "accent"), (" c", "full"), (" d", "strong"))
     assert any("mean 1.875, largest 4.000 nats, after" in line for line in drawn(lines))
+
+
+@pytest.mark.parametrize("size", [(60, 20), (75, 24), (76, 24)])
+async def test_every_field_and_switch_is_whole_in_a_narrow_window(
+    make_app: MakeApp, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app, "plain", tmp_path)
+        await wait_until(pilot, lambda: screen.query_one("#chat").display)
+        await pilot.pause()
+        fields = [screen.query_one(TextField), *screen.query(Input), *screen.query(Tick)]
+        for field in fields:
+            assert screen.region.contains_region(field.region), field.id
+            assert field.size.width >= (len(str(field.label)) if isinstance(field, Tick) else 4), field.id
+        # A tick is as wide as its words, and no field covers another one.
+        regions = [field.region for field in fields]
+        assert not any(one.overlaps(other) for one in regions for other in regions if one is not other)
+        assert screen.query_one(SteeredText).size.height >= 5
+        for name in ("latents", "strength", "ablate", "adds", "tokens", "temperature", "seed", "only-generated", "chat"):
+            await pilot.press("tab")
+            assert screen.focused
+            assert screen.focused.id == name
