@@ -71,6 +71,7 @@ examples:
   sae-tui stop 7 --finish                       cool down first, and end as a shorter, finished run
   sae-tui resume 7 --gpus 2,3                   resume from its last good checkpoint, on other GPUs
   sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      queue six jobs
+  sae-tui task job.toml > task.yaml             a SkyPilot task, to run the job on rented GPUs
   sae-tui diff base tuned --hook resid_post.12 --text texts.jsonl     what only one of two models has
   sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another learning rate, after job 7
   eval "$(sae-tui completion bash)"             complete commands and job ids; also zsh, and fish with | source
@@ -117,6 +118,12 @@ COMMAND_EXAMPLES = {
         "arena recipe.toml --set sae.architecture=topk,batch_topk,jumprelu --seeds 5",
         "arena 12 13      the table of jobs that were trained on synthetic data",
     ],
+    "task": [
+        "task job.toml > task.yaml",
+        "task job.toml --gpus H100,A100-80GB --spot --runs s3://my-bucket/runs > task.yaml",
+        "task job.toml --nodes 2 --gpus H100:8 --runs gs://my-bucket > task.yaml",
+    ],
+    "down": ["down 7", "down 7 --yes"],
     "diff": [
         "diff Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct --hook resid_post.12 --text texts.jsonl",
         "diff base tuned --hook resid_post.6+12 --text texts.jsonl --k 50 --d-sae 16384 --tokens 20M",
@@ -444,6 +451,7 @@ def _add_job_file_commands(add: Add) -> None:
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
+    _add_rented(add)
     _add_diff(add)
     _add_run(add)
     _add_adopt(add)
@@ -455,6 +463,26 @@ def _add_job_file_commands(add: Add) -> None:
         command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
     for command in (validate, launch, look, compete):
         _add_gpus(command)
+
+
+def _add_rented(add: Add) -> None:
+    task = add("task", "rented.task", "Print a SkyPilot task file, which runs a job on machines rented from a cloud")
+    task.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
+    kinds = "GPUs to rent, any one of them, or auto:2, cpu; default: the smallest that fit"
+    task.add_argument("--gpus", metavar="H100,A100-80GB:2", help=kinds)
+    task.add_argument("--nodes", type=positive, metavar="N", help="number of machines; overrides launch.nodes")
+    spot = "rent cheaper machines that the cloud may take back; overrides launch.spot"
+    task.add_argument("--spot", action=argparse.BooleanOptionalAction, help=spot)
+    task.add_argument("--infra", metavar="CLOUD", help="rent only there, as in aws or gcp/us-central1")
+    bucket = "bucket for checkpoints, such as s3://my-bucket/runs; overrides launch.runs_url"
+    task.add_argument("--runs", metavar="URL", help=bucket)
+    package = "what to install there: a wheel, or a requirement; default: this version, from PyPI"
+    task.add_argument("--package", metavar="FILE.whl", help=package)
+    _add_overrides(task)
+    task.add_argument(FLAG, action="store_true", help=FLAG_HELP)
+    end = add("down", "rented.down", "End a job's rented machine, and with it the costs")
+    _job_id(end)
+    _add_yes(end, "end it")
 
 
 def _add_diff(add: Add) -> None:

@@ -710,6 +710,22 @@ _DIFF = fields(
         ),
     },
 )
+_TASK = fields(
+    "SkyPilot task",
+    {
+        "name": (str, "Name of the task; a task with the same name resumes the run."),
+        "gpus": (list_of(str), "GPUs to rent, any one of them, such as A100-80GB:2; empty for a job on the CPU."),
+        "task": (str, "The task file, in YAML."),
+    },
+)
+_ENDED_MACHINE = fields(
+    "Ended machine",
+    {
+        "name": (str, "Name of the machine."),
+        "was_gone": (bool, "Whether the machine had already ended."),
+        "cost": (str, 'Cost of the machine, by SkyPilot\'s estimate; "unknown" if SkyPilot does not know it.'),
+    },
+)
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer(
@@ -728,6 +744,8 @@ ANSWERS: dict[str, Schema] = {
     "doctor": answer("sae-tui doctor --json", _DOCTOR),
     "compare": answer("sae-tui compare --json", _COMPARED, _WRITTEN),
     "arena": answer("sae-tui arena --json", _ARENA),
+    "task": answer("sae-tui task --json", _TASK),
+    "down": answer("sae-tui down --json", _ENDED_MACHINE),
     "diff": answer("sae-tui diff --json; with --detach the launched job", _DIFF, _LAUNCHED, _JOB_FILE),
     "features": answer(
         "sae-tui features --json: all latents, or the one that you name; with --text the tokens of the text; with"

@@ -413,6 +413,15 @@ LAUNCH_BACKENDS = {
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
         program="sae_tui.jobs.launchers.slurm_program:SlurmProgram",
     ),
+    "skypilot": BackendEntry(
+        "sae_tui.jobs.launchers.skypilot:RentedAttempt",
+        "Machines rented from a cloud through SkyPilot.",
+        NoSettings,
+        cluster="SkyPilot",
+        check="trainer.contract.settings.skypilot:check_skypilot",
+        cancel="sae_tui.jobs.launchers.skypilot:cancel_left_behind",
+        program="sae_tui.jobs.launchers.skypilot:RentedAttempt",
+    ),
 }
 # Tools that can also show a run's metrics.
 MIRRORS = {

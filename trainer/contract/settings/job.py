@@ -379,11 +379,17 @@ class Launch(msgspec.Struct, frozen=True):
     ) = "auto"
     backend: Annotated[
         Choice,
-        about("What starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
+        about("Starts the processes: this machine, SLURM, or SkyPilot on rented machines.", advanced=True),
     ] = "local"
     nodes: Annotated[
         int,
-        about("SLURM: number of nodes; launch.gpus is then per node.", unit="nodes", advanced=True, ge=1, le=9999),
+        about(
+            "SLURM, SkyPilot: number of nodes; launch.gpus is then per node.",
+            unit="nodes",
+            advanced=True,
+            ge=1,
+            le=9999,
+        ),
     ] = 1
     partition: Annotated[str, about("SLURM: partition; empty: SLURM's default.", advanced=True)] | None = None
     account: Annotated[str, about("SLURM: the account to charge; empty: your default.", advanced=True)] | None = None
@@ -402,6 +408,33 @@ class Launch(msgspec.Struct, frozen=True):
         Annotated[
             list[str],
             about("SLURM: additional sbatch options.", advanced=True, wanted='a list like ["--qos=high", "--mem=64G"]'),
+        ]
+        | None
+    ) = None
+    gpu_kinds: (
+        Annotated[
+            list[str],
+            about(
+                "SkyPilot: GPUs to rent, any one of them; empty: the smallest that fit.",
+                advanced=True,
+                wanted='a list like ["H100", "A100-80GB:2"]',
+            ),
+        ]
+        | None
+    ) = None
+    spot: Annotated[bool, about("SkyPilot: rents cheaper machines that the cloud may take back.", advanced=True)] = (
+        False
+    )
+    infra: Annotated[str, about("SkyPilot: cloud, like aws or gcp/us-central1; empty: any.", advanced=True)] | None = (
+        None
+    )
+    runs_url: (
+        Annotated[str, about("SkyPilot: bucket for checkpoints, like s3://my-bucket/runs.", advanced=True)] | None
+    ) = None
+    package: (
+        Annotated[
+            str,
+            about("SkyPilot: wheel or requirement to install there; empty: this version, from PyPI.", advanced=True),
         ]
         | None
     ) = None
