@@ -33,6 +33,7 @@ from sae_tui.jobs.skypilot.client import (
     machine_in,
     sky,
 )
+from sae_tui.jobs.skypilot.fetch import SSH, fetch_words
 from sae_tui.jobs.skypilot.task import HOME, MARK, THERE, machine_name, make_task
 from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
@@ -63,7 +64,6 @@ COPY_S = 4 * 3600.0
 IDLE_MINUTES = 15
 RENTED_FILE = "rented.json"
 _ENDED = {"SUCCEEDED", "FAILED", "FAILED_DRIVER", "FAILED_SETUP", "CANCELLED"}
-_SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
 _MOST_BYTES, _LOG_BYTES = 4 * 2**20, 256 * 2**20
 # The word that SkyPilot puts before each line of a job's output.
 _PREFIX = re.compile(r"^(\x1b\[[0-9;]*m)*\([^()]*pid=\d+[^()]*\)(\x1b\[[0-9;]*m)* ?")
@@ -357,7 +357,7 @@ class RentedAttempt(RankStates[RentedRank]):
         name = self._rented.name
         words = ["sae-tui/venv/bin/sae-train", "stop", f"{THERE}/runs/{name}", *options]
         try:
-            self._requests.append((what, Command([*_SSH, name, *words], ANSWER_S)))
+            self._requests.append((what, Command([*SSH, name, *words], ANSWER_S)))
         except SkyError as error:
             self._refused(what, str(error))
 
@@ -445,34 +445,28 @@ class RentedAttempt(RankStates[RentedRank]):
         return words.get(self._state, "")
 
     def _results(self) -> list[Sequence[str]]:
-        there = f"sae-tui/runs/{self._rented.name}"
+        """Return the commands that copy the SAE or the rows of a finished job here."""
+        name = self._rented.name
+        there = f"sae-tui/runs/{name}"
         if isinstance(self._job, ExtractJob):
             if self._job.launch.runs_url:
-                self._tell("rows", f"its rows are in {self._job.launch.runs_url}, in {self._rented.name}")
+                self._tell("rows", f"its rows are in {self._job.launch.runs_url}, in the folder {name}")
                 return []
-            return [self._rsync(f"{there}/", Path(self._job.extract.output), "--exclude=/.run")]
-        if isinstance(self._job, CommandJob):
-            return []
-        return [self._rsync(f"{there}/sae/", self._arriving)]
+            return [fetch_words(name, there, Path(self._job.extract.output), ".run")]
+        return [fetch_words(name, f"{there}/sae", self._arriving)] if isinstance(self._job, JobConfig) else []
 
     def _checkpoints(self) -> list[Sequence[str]]:
-        there, others = f"sae-tui/runs/{self._rented.name}", ("/checkpoints", "/sae", "/logs", "*.lock")
-        excluded = [f"--exclude={name}" for name in others]
+        """Return the commands that copy everything here that is needed to resume a run on another machine."""
+        name = self._rented.name
+        there = f"sae-tui/runs/{name}"
         return [
-            self._rsync(f"{there}/checkpoints/", self._paths.checkpoints),
-            self._rsync(f"{there}/", self._kept, *excluded),
+            fetch_words(name, f"{there}/checkpoints", self._paths.checkpoints),
+            fetch_words(name, there, self._kept, "checkpoints", "sae", "logs"),
         ]
 
     @property
     def _arriving(self) -> Path:
         return self._folder / "arriving"
-
-    def _rsync(self, there: str, here: Path, *options: str) -> Sequence[str]:
-        """Return the command that copies a folder here; links are not copied, because they could lead anywhere."""
-        private_folder(here)
-        modes = "--chmod=D700,F600"
-        ssh = " ".join(_SSH)
-        return ["rsync", "-rt", "--no-links", modes, "-e", ssh, *options, f"{self._rented.name}:{there}", f"{here}/"]
 
     def _next_copy(self) -> None:
         if not self._copies:
@@ -485,7 +479,7 @@ class RentedAttempt(RankStates[RentedRank]):
             return
         self._copying = None
         if answer.code != 0:
-            self._end_copies(answer.last_line or "rsync did not end in time")
+            self._end_copies(answer.last_line or "it took too long")
         else:
             self._next_copy()
 
@@ -493,11 +487,12 @@ class RentedAttempt(RankStates[RentedRank]):
         code = self._code()
         if not problem and self._arriving.is_dir():
             shutil.rmtree(self._spec.output_dir, ignore_errors=True)
+            private_folder(self._spec.output_dir.parent)
             os.replace(self._arriving, self._spec.output_dir)
         name = self._rented.name
         if problem:
             message = f"its files are still on {name}, because copying them failed: {problem}"
-            self._tell("not-copied", f"{message}; copy them with `rsync -r {name}:sae-tui/runs/ .`", "error")
+            self._tell("not-copied", f"{message}; copy them with `scp -r {name}:sae-tui/runs .`", "error")
         self._say_cost(is_safe=not problem and code in (EXIT_FINISHED, EXIT_STOPPED))
         self._let_go()
         self.ranks[0].end(code, self._why() if code == EXIT_FAILED else "")
