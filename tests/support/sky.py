@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
-import pytest
-
-from sae_tui.jobs.skypilot.task import THERE
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
+# The folder whose path is the same on all machines; on a stub machine, it is in the home folder.
+THERE = "/tmp/sae-tui"
 ENDED = {"SUCCEEDED": 0, "FAILED": 100, "CANCELLED": 103}
 
 
@@ -37,7 +38,8 @@ class Sky:
         programs = folder / "bin"
         programs.mkdir(parents=True)
         for name in ("sky", "ssh"):
-            self._put(programs / name, f"{sys.executable} {__file__} {folder} {name}")
+            # Without site-packages, Python starts much faster.
+            self._put(programs / name, f"{sys.executable} -S {__file__} {folder} {name}")
         venv = self.home / "sae-tui" / "venv" / "bin"
         venv.mkdir(parents=True)
         self._put(venv / "python", sys.executable)
@@ -96,14 +98,19 @@ def _jobs(state: Path) -> list[Path]:
 
 
 def _signal(job: Path, number: int) -> None:
-    with contextlib.suppress(psutil.Error, OSError, ValueError):
-        shell = psutil.Process(int((job / "pid").read_text()))
-        for process in [shell, *shell.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
+    """Send a signal to a job's processes, as SkyPilot does; a job is a session."""
+    with contextlib.suppress(OSError, ValueError):
+        leader = int((job / "pid").read_text())
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.getsid(int(process)) == leader:
+                    os.kill(int(process), number)
 
 
 def launch(state: Path, words: Sequence[str]) -> int:
+    import site
+
+    site.main()
     import yaml
 
     task = yaml.safe_load(Path(words[-1]).read_text())
@@ -118,7 +125,7 @@ def launch(state: Path, words: Sequence[str]) -> int:
     job.mkdir(parents=True)
     (job / "run.sh").write_text(local_text(task["run"], home))
     (job / "status").write_text("PENDING")
-    subprocess.Popen([sys.executable, __file__, str(state), "job", job.name], start_new_session=True)
+    subprocess.Popen([sys.executable, "-S", __file__, str(state), "job", job.name], start_new_session=True)
     print(f"\x1b[2m⚙︎ Job submitted, ID: {job.name}\x1b[0m")
     return 0
 
@@ -130,7 +137,12 @@ def run_job(state: Path, number: str) -> None:
     environment = os.environ | gpus | {"SKYPILOT_NODE_IPS": "127.0.0.1", "HOME": str(home)}
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        ["bash", str(job / "run.sh")], cwd=home, env=environment, stdout=pipe, stderr=subprocess.STDOUT
+        ["bash", str(job / "run.sh")],
+        cwd=home,
+        env=environment,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     (job / "pid").write_text(str(process.pid))
     (job / "status").write_text("RUNNING")

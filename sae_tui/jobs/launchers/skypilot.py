@@ -194,7 +194,7 @@ class RentedAttempt(RankStates[RentedRank]):
         log = self._paths.logs / "sky.log"
         self._launching = sky(launch_words(self._rented.name, file), LAUNCH_S, log)
         write_json(self._folder / RENTED_FILE, self._rented)
-        kinds = " or ".join(f"{one.per_machine} {one.kind}" for one in task.gpus[:3]) or "a machine without GPUs"
+        kinds = " or ".join(f"{one.per_machine} {one.kind}" for one in task.gpus[:3]) or "no GPU"
         more = " or others" if len(task.gpus) > 3 else ""
         self._tell("rents", f"SkyPilot looks for a machine with {kinds}{more}; its output is in {log}")
 
@@ -292,11 +292,15 @@ class RentedAttempt(RankStates[RentedRank]):
             self._rented = Rented(self._rented.name, job.job_id)
             write_json(self._folder / RENTED_FILE, self._rented)
         self._state = job.status
+        is_open = self._log is not None and self._log.is_open
         if job.status in _ENDED:
             self._ended_since = time.monotonic()
+            if self._exit_code is None and not is_open:
+                # The job was short, or its log was cut off.
+                self._follow_log()
         elif job.status == "RUNNING":
             self._is_running = True
-        if job.status in ("PENDING", "SETTING_UP", "RUNNING") and not (self._log and self._log.is_open):
+        if job.status in ("PENDING", "SETTING_UP", "RUNNING") and not is_open:
             self._follow_log()
         if job.status == "SETTING_UP":
             self._tell("setup", f"its machine {self._rented.name} installs sae-tui")
@@ -419,11 +423,6 @@ class RentedAttempt(RankStates[RentedRank]):
             self._copies = self._results()
         elif code == EXIT_STOPPED and isinstance(self._job, JobConfig) and not keeps_elsewhere(self._job):
             self._copies = self._checkpoints()
-        if self._copies and shutil.which("rsync") is None:
-            self._copies = []
-            self._tell(
-                "not-copied", f"its files are still on {self._rented.name}: rsync is not installed here", "error"
-            )
         self._is_copying = True
         self._next_copy()
 
