@@ -26,7 +26,7 @@ _FLAGS = {"launch.gpu_kinds": "--gpus", "launch.runs_url": "--runs", "launch.inf
 
 def task(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print a SkyPilot task file; raise `JobFileError` if the job cannot run on a rented machine."""
-    job = read_job(flags.job, _overrides(flags), None, consent_of(context, flags))
+    job = read_job(flags.job, _overrides(flags), consent=consent_of(context, flags))
     problems = check_rented(job)
     if wrong := errors(problems):
         raise JobFileError([_by_flag(problem, flags) for problem in wrong])

@@ -198,7 +198,7 @@ BAD = [
     ("launch.gpus", [-1], "or a list like [0, 1], not [-1]"),
     ("launch.gpus", ["0"], "or a list like [0, 1]"),
     ("launch.gpus", 0, "or a list like [0, 1], not 0"),
-    ("launch.backend", "slum", 'must be "local" or "slurm", not "slum"'),
+    ("launch.backend", "slum", 'must be "local" or "slurm" or "skypilot", not "slum"'),
     ("launch.nodes", 0, "must be an integer of at least 1 and of at most 9999 (nodes), not 0"),
     ("launch.time_limit", 90, 'must be a string like "90" (minutes), "4:00:00" or "1-12" (days-hours), not 90'),
     ("launch.sbatch_options", "--qos=high", 'must be a list like ["--qos=high", "--mem=64G"], not "--qos=high"'),

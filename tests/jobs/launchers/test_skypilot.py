@@ -118,6 +118,7 @@ def rental(sky: Sky, tmp_path: Path) -> Iterator[Callable[[AnyJob], Rental]]:
         one.control.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_stopped_run_continues_on_another_machine_with_its_curves_and_sae(sky: Sky, rental) -> None:
     run = rental(training(n_steps=1_000_000))

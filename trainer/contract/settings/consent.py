@@ -17,9 +17,13 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 
 FLAG = "--allow-code"
-FLAG_HELP = "let the job file run code as you, with [command], launch.python, remote_code and any sbatch options"
+FLAG_HELP = (
+    "let the job file run code as you, with [command], launch.python, launch.package, remote_code and any sbatch options"
+)
 SETTING = "trusted_code"
 COMMAND, PYTHON, SBATCH = "command.argv", "launch.python", "launch.sbatch_options"
+# SkyPilot copies the user's credentials for the cloud to rented machines, so code there can act as the user.
+PACKAGE = "launch.package"
 # These settings choose which code a command runs, for example through `PATH`, `LD_PRELOAD` or a `Makefile` in the
 # folder.
 ENV, FOLDER = "command.env", "command.folder"
@@ -78,6 +82,8 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
+    if package := _at(table, PACKAGE):
+        yield Code(PACKAGE, str(package), f"installs {_quoted(str(package))} on rented machines, and runs it there")
     for path, named in _MODELS.items():
         if _at(table, path):
             models = _at(table, f"{path.partition('.')[0]}.{named}")
