@@ -88,7 +88,7 @@ def down(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _lost(job: Job) -> str:
-    """Return a sentence that says what is lost with the machine."""
+    """Return a sentence about the files that would be lost."""
     if not job.state.is_final:
         return f"Job {job.id} still uses it, and loses all steps that are stored nowhere else; stop the job first."
     if job.output_path:

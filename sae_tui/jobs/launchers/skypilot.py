@@ -59,6 +59,7 @@ SILENT_S = 1800.0
 CANCELLED_WITHIN_S = 240.0
 # How long the rest of the log may take after the job has ended.
 LOG_ENDS_S = 20.0
+CANCEL_S = 30.0
 COPY_S = 4 * 3600.0
 # A machine is ended after this many idle minutes once its files are here, or if they are in a bucket.
 IDLE_MINUTES = 15
@@ -88,7 +89,7 @@ def cancel_left_behind(folder: Path) -> None:
     """Cancel the job of an attempt whose supervisor has exited; its machine keeps running."""
     try:
         if (rented := read_rented(folder)) and rented.job_id is not None:
-            answer = sky(["cancel", "--yes", rented.name, str(rented.job_id)]).wait()
+            answer = sky(["cancel", "--yes", rented.name, str(rented.job_id)], CANCEL_S).wait()
             if answer.failure:
                 note(f"cancelling its job on {rented.name}: {answer.failure}")
     except (OSError, UserError) as error:
@@ -96,11 +97,14 @@ def cancel_left_behind(folder: Path) -> None:
 
 
 class RentedRank(OneRank):
-    """The job on the rented machine, which counts as one rank, whatever the number of its processes."""
+    """The job on the rented machine, which counts as one rank, whatever the number of its processes.
 
-    def __init__(self, exit_file: Path, log: Path, name: str) -> None:
+    For a program, every exit code except 0 means failure.
+    """
+
+    def __init__(self, exit_file: Path, log: Path, name: str, *, is_program: bool) -> None:
         super().__init__(0, exit_file)
-        self._log, self._machine = log, name
+        self._log, self._machine, self._is_program = log, name, is_program
         self.exit_code: int | None = None
         self.why = ""
 
@@ -115,6 +119,10 @@ class RentedRank(OneRank):
     @property
     def name(self) -> str:
         return f"its job on {self._machine}"
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, EXIT_FINISHED) if self._is_program else super().failed
 
     def end(self, code: int, why: str = "") -> None:
         self.ended, self.exit_code, self.why = time.time(), code, why
@@ -172,7 +180,7 @@ class RentedAttempt(RankStates[RentedRank]):
 
     def how(self) -> str:
         """Return how the job ended, as a predicate like `ended with exit code 2`."""
-        return self.ranks[0].how()
+        return "was cancelled" if self._state == "CANCELLED" else self.ranks[0].how()
 
     def notes(self) -> list[str]:
         return []
@@ -185,15 +193,18 @@ class RentedAttempt(RankStates[RentedRank]):
         private_folder(self._folder)
         known = read_rented(self._folder)
         self._rented = known or self._rented
-        self.ranks = [RentedRank(self._paths.rank_exit(self._spec.attempt, 0), self._paths.log(0), self._rented.name)]
-        if known:
-            return
+        exit_file, log = self._paths.rank_exit(self._spec.attempt, 0), self._paths.log(0)
+        job = RentedRank(exit_file, log, self._rented.name, is_program=isinstance(self._job, CommandJob))
+        if not known:
+            self._launch()
+        self.ranks = [job]
+
+    def _launch(self) -> None:
         task = make_task(self._job, self._rented.name, self._stored_before())
-        file = self._folder / "task.yaml"
+        file, log = self._folder / "task.yaml", self._paths.logs / "sky.log"
         write_own(file, task.text)
-        log = self._paths.logs / "sky.log"
-        self._launching = sky(launch_words(self._rented.name, file), LAUNCH_S, log)
         write_json(self._folder / RENTED_FILE, self._rented)
+        self._launching = sky(launch_words(self._rented.name, file), LAUNCH_S, log)
         kinds = " or ".join(f"{one.per_machine} {one.kind}" for one in task.gpus[:3]) or "no GPU"
         more = " or others" if len(task.gpus) > 3 else ""
         self._tell("rents", f"SkyPilot looks for a machine with {kinds}{more}; its output is in {log}")
@@ -389,14 +400,17 @@ class RentedAttempt(RankStates[RentedRank]):
 
     def end(self) -> None:
         """Cancel the job, or give up a launch; the machine keeps running, because it may have the only checkpoint."""
-        for rank in self.living:
-            rank.ended_by_us = True
+        if not self.alive:
+            return
+        self.ranks[0].ended_by_us = True
         if self._launching:
             self._launching.kill()
             self._launching = None
             self._fail(f"was killed while SkyPilot looked for a machine; `sae-tui down {self._job_id}` ends it")
         elif self._is_copying:
             self._end_copies("was killed")
+        elif self._rented.job_id is None:
+            self._fail(f"was killed before its machine reported it; `sae-tui down {self._job_id}` ends the machine")
         else:
             self._cancel()
 
@@ -531,7 +545,7 @@ class RentedAttempt(RankStates[RentedRank]):
 class LogStream:
     """The output of a job on a rented machine: the log, progress for the store, and the exit code.
 
-    SkyPilot sends the output from its first line whenever it is asked, so the log is written anew.
+    SkyPilot sends the output from its first line whenever it is asked, so the log is replaced each time.
     """
 
     def __init__(self, words: Sequence[str], log: Path, progress: Path) -> None:

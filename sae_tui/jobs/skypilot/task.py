@@ -304,7 +304,7 @@ def to_yaml(table: Mapping[str, Any], indent: str = "") -> str:
 
 
 def _is_block(text: str) -> bool:
-    """Return whether a text can be a block: several printable lines, the first of which is not indented."""
+    """Return whether a text can be a block: several printable lines, and the first is not indented."""
     lines = text.split("\n")
     return len(lines) > 1 and text.endswith("\n") and not text[0].isspace() and all(map(_is_shown, lines))
 

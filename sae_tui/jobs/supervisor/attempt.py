@@ -268,9 +268,10 @@ class AttemptRunner:
 
     def _time_limit_s(self) -> float | None:
         """Return the job's time limit in seconds, which the machine's policy may shorten, or None if it has none."""
-        if LAUNCH_BACKENDS[self._launch.backend].cluster:
-            return None
-        limit, policy = self._launch.time_limit, read_policy(self._data)
+        limit, entry = self._launch.time_limit, LAUNCH_BACKENDS[self._launch.backend]
+        if entry.cluster:
+            return None if entry.limits_time or limit is None else parse_time_limit(limit)
+        policy = read_policy(self._data)
         for problem in policy.problems:
             note(f"{policy.path}: {problem}")
         return policy.time_limit_s(None if limit is None else parse_time_limit(limit))

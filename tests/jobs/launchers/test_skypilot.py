@@ -158,7 +158,8 @@ def test_a_stopped_program_gets_sigterm_and_its_machine_is_kept(sky: Sky, rental
     attempt = run.start()
     run.until(attempt, lambda: "ready" in run.log())
     attempt.ask_to_stop()
-    assert run.until_ended(attempt) == (EXIT_STOPPED, "")
+    assert run.until_ended(attempt)[0] == EXIT_STOPPED
+    assert attempt.how() == "was cancelled"
     assert not sky.asked("autostop")
     assert "is still rented; `sae-tui down 1` ends it" in run.told
 

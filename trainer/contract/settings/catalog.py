@@ -165,6 +165,8 @@ class BackendEntry(SettingsEntry, frozen=True):
 
     # The scheduler that assigns nodes and GPUs, or "" if the app's own queue on this machine does so.
     cluster: str = ""
+    # Whether that scheduler ends jobs at `launch.time_limit`; otherwise, the job's supervisor does.
+    limits_time: bool = False
     # The function, as `module:function`, that returns a job's problems with this backend.
     check: str = ""
     # The function, as `module:function`, that cancels the remaining cluster jobs of an attempt, given the attempt's
@@ -409,6 +411,7 @@ LAUNCH_BACKENDS = {
         "Batch job on nodes that SLURM chooses.",
         NoSettings,
         cluster="SLURM",
+        limits_time=True,
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
         program="sae_tui.jobs.launchers.slurm_program:SlurmProgram",

@@ -17,9 +17,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 
 FLAG = "--allow-code"
-FLAG_HELP = (
-    "let the job file run code as you, with [command], launch.python, launch.package, remote_code and any sbatch options"
-)
+FLAG_HELP = "let the job file run code as you: [command], launch.python or package, remote_code, any sbatch options"
 SETTING = "trusted_code"
 COMMAND, PYTHON, SBATCH = "command.argv", "launch.python", "launch.sbatch_options"
 # SkyPilot copies the user's credentials for the cloud to rented machines, so code there can act as the user.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from trainer.contract.errors import Problem
+from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import AnyJob
 
@@ -96,6 +97,9 @@ def _check_kinds(job: AnyJob) -> Iterator[Problem]:
             continue
         if kind.per_machine and str(job.launch.gpus).startswith("auto:") and int(count) != kind.per_machine:
             yield Problem("launch.gpu_kinds", f'{text} contradicts launch.gpus = "{job.launch.gpus}"; leave one out')
+    if isinstance(job, CommandJob) and not (job.on_cpu or job.launch.gpu_kinds or job.command.memory):
+        message = 'is missing; name the GPUs that the program needs, like ["H100:1"], or set command.memory'
+        yield Problem("launch.gpu_kinds", message)
     if job.on_cpu and job.launch.gpu_kinds:
         yield Problem("launch.gpu_kinds", f'a job on launch.gpus = "{job.launch.gpus}" rents no GPU; leave it out')
     if isinstance(job.launch.gpus, list):
