@@ -45,6 +45,8 @@ _REMEDIES = {
     403: f"give a key in ${KEY_VARIABLES[0]} that may use this model",
     404: "check the path in --url, such as /v1, and the name in --model",
 }
+# The words of an internal error that is due to the schema of an answer.
+_OF_SCHEMA = re.compile(r"response.?format|schema|grammar|structured|guided", re.IGNORECASE)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 
 
@@ -154,6 +156,7 @@ class Client:
         self._stopped = threading.Event()
         self._open: set[socket.socket] = set()
         self._has_answered = False
+        self._takes_schemas = True
         self.n_requests = self.n_unreported = self.prompt_tokens = self.completion_tokens = 0
 
     @property
@@ -168,25 +171,32 @@ class Client:
             for connection in self._open:
                 _hang_up(connection)
 
-    def ask(self, text: str) -> Answer:
-        """Return the model's answer to a message.
+    def ask(self, text: str, schema: Mapping[str, Any] | None = None) -> Answer:
+        """Return the model's answer to a message; the server makes it follow a JSON schema if it can.
 
         Raise `NoAnswer` if this message has none, `UserError` if the server cannot be used, and `Stopped`.
         """
         waits = _Waits(self._backoff_s)
+        is_refused = False
         while True:
             if self._stopped.is_set():
                 raise Stopped
             options = dict(self._options)
-            body = {"model": self.model, "messages": [{"role": "user", "content": text}], **options}
+            forms = _bound_to(schema) if schema and self._takes_schemas and not is_refused else {}
+            body = {"model": self.model, "messages": [{"role": "user", "content": text}], **options, **forms}
             with self._lock:
                 self.n_requests += 1
             reply = self._post(msgspec.json.encode(body))
             if self._stopped.is_set():
                 raise Stopped
             if reply.status == 200 and not reply.fault:
+                # Other refusals, such as of a long text, say nothing about schemas.
+                self._takes_schemas &= not is_refused
                 return self._answer(reply.body)
             if reply.status in (400, 422) and self._drop_option(self._said(reply.body), options):
+                continue
+            if forms and self._refuses_schema(reply):
+                is_refused = True
                 continue
             self._stopped.wait(self._wait_for(reply, waits))
 
@@ -212,6 +222,12 @@ class Client:
         # A short key, as local servers often have, may be a part of an answer by chance.
         shown = self._redacted(content) if len(self._key) >= _LEAST_SECRET else content
         return Answer(shown, usage.prompt_tokens, usage.completion_tokens)
+
+    def _refuses_schema(self, reply: Reply) -> bool:
+        """Return whether a reply may be due to the schema; servers refuse it in many words."""
+        if reply.status in (400, 422):
+            return True
+        return reply.status >= 500 and bool(_OF_SCHEMA.search(self._said(reply.body)))
 
     def _drop_option(self, message: str, options: Mapping[str, Any]) -> bool:
         """Leave out, from now on, an option that the server does not know; return whether there was one."""
@@ -329,6 +345,13 @@ class Client:
         # The timer of the request is the limit; this one only prevents waiting forever.
         connection.sock.settimeout(2 * self._timeout_s + 10)
         return connection
+
+
+def _bound_to(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option with which a server lets a model write only answers that follow a JSON schema."""
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    }
 
 
 class _Waits:

@@ -5,11 +5,15 @@ Each prompt is a single user message, because the chat templates of some models 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from sae_tui.jobs.features import readable
+from trainer.contract.json_file import decode_as
 from trainer.contract.printable import CONTROL, on_one_line
 from trainer.contract.runs.explanations import cut
 from trainer.contract.runs.features import ActivatingExample
@@ -63,6 +67,7 @@ _LABELLED = re.compile(r"^[^\w\n]*(?:description|explanation)[^\w\n]*?[:：][ \t
 _REFUSAL = re.compile(
     r"\W*(?:i['’]?m sorry|sorry\b|i (?:can(?:no|['’])t|am unable|won['’]t)\b|as an ai\b)", re.IGNORECASE
 )
+_OBJECT = re.compile(r"\{[^{}]*\}")
 _LIST = re.compile(r"\[([^\[\]]*)\]")
 _LINE_ANSWER = re.compile(r"^\W*(?:text\W*)?(\d{1,3})\W+(yes|no|true|false|1|0)\b", re.IGNORECASE | re.MULTILINE)
 _YES = {"yes", "true", "1"}
@@ -74,12 +79,20 @@ class UnreadableAnswer(Exception):
     """An answer that does not have the requested form; the message says what is wrong."""
 
 
+class _Texts(msgspec.Struct):
+    texts: list[int]
+
+
 class Prompt(NamedTuple):
-    """A message for the model, the form of the answer, and the expected length of the answer in tokens."""
+    """A message for the model, the form of the answer, and the expected length of the answer in tokens.
+
+    `schema` is a JSON schema for the answer, or None for a free text.
+    """
 
     text: str
     form: str
     n_answer_tokens: int
+    schema: Mapping[str, Any] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -112,7 +125,16 @@ def fuzz(description: str, texts: Sequence[str]) -> Prompt:
 
 def _of_texts(template: str, description: str, texts: Sequence[str]) -> Prompt:
     filled = template.format(description=description, n=len(texts), texts=_numbered(texts))
-    return Prompt(filled, NUMBERS_FORM, 4 + 2 * len(texts))
+    return Prompt(filled, NUMBERS_FORM, 8 + 2 * len(texts), numbers_schema(len(texts)))
+
+
+def numbers_schema(n: int) -> dict[str, Any]:
+    """Return the JSON schema of an object like `{"texts": [2, 5]}` with numbers from 1 to `n`.
+
+    OpenAI accepts only objects, and needs `required` and `additionalProperties`.
+    """
+    numbers = {"type": "array", "items": {"type": "integer", "enum": [*range(1, n + 1)]}, "maxItems": n}
+    return {"type": "object", "properties": {"texts": numbers}, "required": ["texts"], "additionalProperties": False}
 
 
 def marked(example: ActivatingExample, at: Collection[int]) -> str:
@@ -162,17 +184,25 @@ def _shortened(text: str) -> str:
 def numbers_in(answer: str, n: int) -> frozenset[int]:
     """Return the numbers from 1 to `n` in an answer; raise `UnreadableAnswer` if it does not list such numbers.
 
-    The answer may also be a list with 0 or 1 for each text, a line with yes or no for each text, or a short sentence.
+    The answer may follow `numbers_schema`. It may also be a list, a list with 0 or 1 for each text, a line with yes or
+    no for each text, or a short sentence.
     """
     text = _THOUGHT.sub("", answer).strip()
     if not text:
         raise UnreadableAnswer("the answer is empty")
+    for inner in reversed(_OBJECT.findall(text)):
+        with contextlib.suppress(ValueError):
+            numbers = frozenset(decode_as(inner.encode(), _Texts).texts)
+            if all(1 <= number <= n for number in numbers):
+                return numbers
     for inner in reversed(_LIST.findall(text)):
         if (found := _listed(inner, n)) is not None:
             return found
     lines = {int(number): word.lower() in _YES for number, word in _LINE_ANSWER.findall(text)}
     if lines.keys() == set(range(1, n + 1)):
         return frozenset(number for number, is_right in lines.items() if is_right)
+    if text.count("{") > text.count("}"):
+        raise UnreadableAnswer("the answer is cut off; raise --max-tokens")
     return _in_sentence(text, n)
 
 

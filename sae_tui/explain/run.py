@@ -7,9 +7,9 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sae_tui.explain import prompts
 from sae_tui.explain.client import Client, NoAnswer, Stopped
@@ -102,15 +102,19 @@ class _Asking:
         self.n_unreadable = 0
 
     def ask(self, prompt: Prompt, read: Callable[[str], T]) -> T:
+        schema = prompt.schema
         try:
-            return self._read(prompt.text, read)
-        except (NoAnswer, UnreadableAnswer) as error:
-            if isinstance(error, NoAnswer) and not error.may_repeat:
+            return self._read(prompt.text, schema, read)
+        except NoAnswer as error:
+            if not error.may_repeat:
                 raise
-        return self._read(f"{prompt.text}\n\n{prompts.AGAIN.format(form=prompt.form)}", read)
+        except UnreadableAnswer:
+            # Bound to a schema, some models write spaces until the answer is cut off.
+            schema = None
+        return self._read(f"{prompt.text}\n\n{prompts.AGAIN.format(form=prompt.form)}", schema, read)
 
-    def _read(self, text: str, read: Callable[[str], T]) -> T:
-        answer = self._client.ask(text).text
+    def _read(self, text: str, schema: Mapping[str, Any] | None, read: Callable[[str], T]) -> T:
+        answer = self._client.ask(text, schema).text
         try:
             return read(answer)
         except UnreadableAnswer:

@@ -83,9 +83,12 @@ class SteerScreen(ModelScreen):
     SteerScreen.-framed SteeredText { padding: 0 1; }
     """
 
-    def __init__(self, session: Session, sae: ChosenSae, features: Features, latent: int, prompt: str = "") -> None:
+    def __init__(
+        self, session: Session, sae: ChosenSae, features: Features, latent: int, prompt: str = "", *,
+        is_chat: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__("steer", session, sae, features, latent)
-        self._prompt = prompt
+        self._prompt, self._is_chat = prompt, is_chat
         self._n_asked, self._began, self._took_s = 0, 0.0, 0.0
         self._is_stopped = False
 
@@ -109,7 +112,8 @@ class SteerScreen(ModelScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(f"#{_CHAT}").display = False
+        tick = self.query_one(f"#{_CHAT}", Tick)
+        tick.display, tick.value = False, self._is_chat
         self.query_one(TextField).focus()
         self._show_about()
 

@@ -17,7 +17,7 @@ from sae_tui.panels.latents import SHADES, shade
 from sae_tui.panels.tokens import TokenText, quoted
 from sae_tui.screens.model_screen import ModelScreen, message_lines
 from sae_tui.session import Session
-from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.table import Column, KeyedTable, Row
@@ -34,7 +34,8 @@ _COLUMNS = (
     Column("OF LARGEST", 10, right=True),
     Column("FIRES ON", 10, grow=True),
 )
-_LEFT_OUT = "dim: not trained on"
+_LEFT_OUT, _LEFT_OUT_OF_CHAT = "dim: not trained on", "first and special tokens: not trained on"
+_NO_TEMPLATE = "The model's tokenizer has no chat template, so that texts can only be read as they are."
 _NONE_YET = "Type or paste a text and press Enter. Its tokens are then shaded by the latent's activations."
 
 
@@ -44,6 +45,8 @@ class TextScreen(ModelScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="text.back", tooltip="To the feature browser"),
         Binding("ctrl+e", "edit", "Edit", id="text.edit", tooltip="Edit the text"),
+        Binding("ctrl+t", "chat", "Chat", id="text.chat",
+                tooltip="Read the text as a user's message in the model's chat template, or as it is"),
         Binding("f", "browse", "Features", id="text.features",
                 tooltip="To the feature browser, with the cursor on the selected latent"),
         Binding("S", "steer", "Steer", id="text.steer", tooltip="Continue the text with the selected latent changed"),
@@ -67,6 +70,7 @@ class TextScreen(ModelScreen):
         super().__init__("text", session, sae, features, latent)
         self._go_to = go_to
         self._asked = ""  # the text of the latest request
+        self._is_chat = False
 
     def compose(self) -> ComposeResult:
         yield Label("", id="text-title", markup=False)
@@ -92,7 +96,10 @@ class TextScreen(ModelScreen):
         self._asked = text
         self.session.model.remember(text)
         event.field.forget_place()
-        self.ask(ReadText(text, latents=(self.latent,)))
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        self.ask(ReadText(self._asked, self._is_chat, (self.latent,)))
 
     def take_answer(self, answer: TextRead | Continued | Generated) -> None:
         super().take_answer(answer)
@@ -117,7 +124,7 @@ class TextScreen(ModelScreen):
 
     def show_state(self) -> None:
         self.query_one("#text-title", Label).update(f" {self._title}")
-        entitle(self.query_one("#text-panel"), "Text", "↑ earlier texts")
+        entitle(self.query_one("#text-panel"), "A user's message" if self._is_chat else "Text", "↑ earlier texts")
         view = self.query_one(TokenText)
         title = f"Shaded by latent {self.latent}"
         if self._read is None:
@@ -125,8 +132,9 @@ class TextScreen(ModelScreen):
         else:
             tokens = self._read.tokens
             is_any_left_out = not all(token.is_counted for token in tokens)
+            hint = _LEFT_OUT_OF_CHAT if self._is_chat else _LEFT_OUT
             view.show_tokens(
-                [token.text for token in tokens], self._styles(), self._shade_title, _LEFT_OUT * is_any_left_out
+                [token.text for token in tokens], self._styles(), self._shade_title, hint * is_any_left_out
             )
         self._show_token()
         self.refresh_bindings()
@@ -149,15 +157,16 @@ class TextScreen(ModelScreen):
         return ((f"Latent {self.latent} {meaning}  ", "title"), *shades, (largest, "dim"))
 
     def _styles(self) -> list[str]:
-        """Return the style of each token; tokens left out in training are not shaded."""
+        """Return the style of each token; tokens left out in training are only shaded in a chat's template."""
         assert self._read is not None
         feature = self.feature(self.latent)
         acts = [_act_of(token, self.latent) for token in self._read.tokens]
         largest = (feature.largest if feature else 0.0) or max(acts)
-        return [
-            shade(act, largest) if token.is_counted else "dim"
-            for token, act in zip(self._read.tokens, acts, strict=True)
-        ]
+        return [shade(act, largest) if self._is_shaded(at) else "dim" for at, act in enumerate(acts)]
+
+    def _is_shaded(self, at: int) -> bool:
+        assert self._read is not None
+        return self._read.tokens[at].is_counted or (self._is_chat and at > 0)
 
     @on(TokenText.Moved)
     def _show_token(self) -> None:
@@ -165,7 +174,8 @@ class TextScreen(ModelScreen):
         table, token = self.query_one(KeyedTable), self._token
         fires = sorted(token.latents, key=lambda one: -one.act)[:N_STRONGEST] if token else ()
         table.empty = "" if token is None else "No latent fires on this token."
-        table.show_rows([self._row(one.latent, one.act, has_share=token.is_counted) for one in fires] if token else [])
+        has_share = self._read is not None and token is not None and self._is_shaded(self.query_one(TokenText).cursor)
+        table.show_rows([self._row(one.latent, one.act, has_share=has_share) for one in fires])
         title = "Strongest latents"
         if token is not None and self._read is not None:
             place = f"token {self.query_one(TokenText).cursor + 1} of {len(self._read.tokens)}"
@@ -209,6 +219,24 @@ class TextScreen(ModelScreen):
     def action_edit(self) -> None:
         self.query_one(TextField).focus()
 
+    def action_chat(self) -> None:
+        """Read the text as a chat message, or as it is again."""
+        if self.loaded and not self.loaded.ready.reads_chats:
+            self.notify(_NO_TEMPLATE, severity="warning")
+            return
+        self._is_chat = not self._is_chat
+        if self._asked:
+            self._ask_again()
+        else:
+            self.show_state()
+
+    def keys_offered(self) -> FooterOffer:
+        """Name the key for chats after what it does now, and hide it if the model has no chat template."""
+        is_known = self.loaded is not None and not self.loaded.ready.reads_chats
+        return FooterOffer(
+            hidden=frozenset(["text.chat"] * is_known), words={"text.chat": "Plain"} if self._is_chat else {}
+        )
+
     def action_browse(self) -> None:
         latent = self._selected
         self.app.pop_screen()
@@ -217,7 +245,9 @@ class TextScreen(ModelScreen):
     def action_steer(self) -> None:
         from sae_tui.screens.steer import SteerScreen
 
-        self.app.push_screen(SteerScreen(self.session, self.sae, self.features, self._selected, self._asked))
+        self.app.push_screen(
+            SteerScreen(self.session, self.sae, self.features, self._selected, self._asked, is_chat=self._is_chat)
+        )
 
 
 def _act_of(token: TextToken, latent: int) -> float:

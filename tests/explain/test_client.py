@@ -161,6 +161,40 @@ def test_options_that_a_server_refuses_are_left_out_from_then_on() -> None:
         assert len(server.bodies) == 4
 
 
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (400, "This response_format type is unavailable now"),
+        (400, "Invalid parameter: 'response_format' of type 'json_schema' is not supported with this model."),
+        (422, "[{'type': 'literal_error', 'msg': \"Input should be 'text' or 'json_object'\"}]"),
+        (500, "failed to parse grammar"),
+    ],
+)
+def test_a_server_that_refuses_schemas_is_asked_without_from_then_on(status: int, words: str) -> None:
+    def answer(_: str) -> Any:
+        return error(status, words) if "response_format" in server.bodies[-1] else "[2]"
+
+    with stub_server(answer) as server:
+        asking = client(server)
+        assert [asking.ask(one, SCHEMA).text for one in "xyz"] == ["[2]"] * 3
+    assert [body.get("response_format", {}).get("json_schema") for body in server.bodies] == [
+        {"name": "answer", "strict": True, "schema": SCHEMA}, None, None, None,
+    ]  # fmt: skip
+
+
+def test_a_refused_text_does_not_turn_schemas_off() -> None:
+    refused = error(400, "the request exceeds the available context size")
+    with stub_server(in_turn(refused, refused, error(500, "out of memory"), "[2]")) as server:
+        asking = client(server)
+        with pytest.raises(NoAnswer, match="exceeds the available context"):
+            asking.ask("x", SCHEMA)
+        assert asking.ask("y", SCHEMA).text == "[2]"
+    assert ["response_format" in body for body in server.bodies] == [True, False, True, True]
+
+
 def test_a_refused_prompt_is_not_repeated() -> None:
     with stub_server(in_turn(error(400, "max_tokens is too large for the context"))) as server:
         with pytest.raises(NoAnswer, match="HTTP 400: max_tokens is too large") as raised:

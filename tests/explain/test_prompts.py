@@ -82,6 +82,12 @@ def test_an_answer_without_a_description_is_refused_with_a_reason(answer: str, r
     [
         ("[2, 4]", {2, 4}),
         ("[]", set()),
+        ('{"texts": [2, 4, 2]}', {2, 4}),
+        ('{\n  "texts": [\n   \n  ]}', set()),
+        # Not one flag for each text.
+        ('{"texts": [1, 1, 1, 1]}', {1}),
+        ('```json\n{"texts": ["2", "4"]}\n```', {2, 4}),
+        ('{"numbers": [3]}', {3}),
         ("[1, 0, 0, 1]", {1, 4}),
         ("[0,1,0,0]", {2}),
         ("[true, false, false, true]", {1, 4}),
@@ -104,7 +110,8 @@ def test_numbers_are_found_in_answers_of_different_forms(answer: str, numbers: s
 @pytest.mark.parametrize(
     "answer",
     ["", "I do not know", "[5]", "[0]", "[-1]", "[1.5]", "[two]", "Texts 2 and 9", "All but 2 do not fire",
-     "It doesn't fire on 3", "1: yes\n2: no", "[1, 2", "nothing to say about none", "9" * 500, "[" * 10_000],
+     "It doesn't fire on 3", "1: yes\n2: no", "[1, 2", "nothing to say about none",
+     '{"texts": [1, 2', '{"texts": [7]}', "9" * 500, "[" * 10_000],
 )  # fmt: skip
 def test_an_answer_without_numbers_of_texts_is_refused(answer: str) -> None:
     if answer == "[1, 2":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -143,6 +144,22 @@ def test_an_answer_without_the_requested_form_is_asked_for_once_more(tmp_path: P
     with stub_server(answer) as server:
         (found,) = explained(tmp_path, features_of(tmp_path), server, [0])
     assert (found.detection, found.fuzzing, found.n_unparsed, found.problem) == (1.0, 1.0, 4, "")
+
+
+def test_a_server_may_bind_the_answers_of_a_scorer_to_a_schema(tmp_path: Path) -> None:
+    def answer(prompt: str) -> str:
+        form = server.bodies[-1].get("response_format")
+        assert (form is None) == ("Answer with one line" in prompt or "Answer again" in prompt)
+        first = knows_the_truth(prompt.partition("\n\nThe answer must have")[0])
+        if form is None:
+            return first
+        items = form["json_schema"]["schema"]["properties"]["texts"]["items"]
+        assert len(items["enum"]) == len(re.findall(r"^\d+\. ", prompt, re.MULTILINE))
+        return '{"texts": [' + " " * 50 if "wrong tokens" in prompt else json.dumps({"texts": json.loads(first)})
+
+    with stub_server(answer) as server:
+        (found,) = explained(tmp_path, features_of(tmp_path), server, [0], n=1)
+    assert (found.detection, found.fuzzing, found.n_unparsed, found.problem) == (1.0, 1.0, 2, "")
 
 
 def test_a_scorer_that_cannot_answer_keeps_the_description(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ from sae_tui.panels.latents import LatentList, shade
 from sae_tui.panels.tokens import TokenText, wrapped
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.model_screen import ModelNews
+from sae_tui.screens.steer import SteerScreen
 from sae_tui.screens.text import TextScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.table import KeyedTable
 from sae_tui.widgets.text_field import TextField
-from trainer.contract.answers.interaction import ReadText, TextRead
+from sae_tui.widgets.tick import Tick
+from trainer.contract.answers.interaction import FiringLatent, ReadText, TextRead, TextToken
 from trainer.contract.paths import DataDir
 from trainer.contract.store.states import JobState
 
@@ -106,6 +108,39 @@ async def test_another_latent_shades_the_text_and_opens_in_the_browser(make_app:
         await pilot.press("f")
         await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
         assert app.screen.query_one(LatentList).latent == 1
+
+
+async def test_a_text_is_read_again_as_a_chat_message(make_app: MakeApp, tmp_path: Path) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await open_model(pilot, app, "T", "plain", tmp_path)
+        await type_text(pilot, screen, "the woolly lambs")
+        await has_read(pilot, screen)
+        await pilot.press("ctrl+t")
+        await wait_until(pilot, lambda: len(requests(tmp_path)) == 2 and screen.query_one(TokenText)._texts)
+        assert [(one["text"], one["is_chat"]) for one in requests(tmp_path)] == [
+            ("the woolly lambs", False), ("the woolly lambs", True),
+        ]  # fmt: skip
+        # The template's tokens are shaded, but not the first one.
+        answer = [TextToken(word, (FiringLatent(0, 4.0),), is_counted=False) for word in ("<bos>", "<user>")]
+        screen.post_message(ModelNews(screen._n_requests, TextRead(tuple(answer))))
+        await wait_until(pilot, lambda: "<user>" in shown(screen))
+        assert [(word, style.split()[0]) for word, style in styles(screen)] == [("<bos>", "dim"), ("<user>", "full")]
+        assert "special tokens: not trained on" in str(screen.query_one(TokenText)._titles)
+        await pilot.press("S")
+        await wait_until(pilot, lambda: isinstance(app.screen, SteerScreen) and app.screen.loaded)
+        assert app.screen.query_one("#chat", Tick).value
+
+
+async def test_a_model_without_a_chat_template_reads_texts_as_they_are(make_app: MakeApp, tmp_path: Path) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await open_model(pilot, app, "T", "masked", tmp_path)
+        await type_text(pilot, screen, "the woolly lambs")
+        await has_read(pilot, screen)
+        await pilot.press("ctrl+t")
+        await wait_until(pilot, lambda: any("no chat template" in str(one.message) for one in app._notifications))
+        assert len(requests(tmp_path)) == 1
 
 
 async def test_text_typed_while_the_model_loads_is_read_as_soon_as_it_is_loaded(

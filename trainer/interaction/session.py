@@ -100,7 +100,7 @@ class Interaction:
     @torch.inference_mode()
     def read(self, request: ReadText) -> TextRead:
         """Return a text's tokens with the latents that fire on them."""
-        ids = self._ids(request.text, is_chat=request.is_chat, prompts=False)
+        ids = self._ids(request.text, is_chat=request.is_chat, prompts=request.is_chat)
         batch = ContextBatch(np.array([ids]), np.arange(len(ids))[None], np.zeros((1, len(ids)), np.int64))
         rows = self._model.rows(batch, torch.arange(len(ids)))[0].float()
         acts = self._sae.encode(rows).values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import transformers
 from support.features import features_file
 from support.model_saes import acts_of, weights_of, write_sae
-from support.tiny_models import D_IN
+from support.tiny_models import CHAT, D_IN
 from torch import Tensor, nn
 
 from trainer.contract.answers.interaction import (
@@ -282,11 +283,21 @@ def test_a_generation_can_be_ended_early(tiny: Callable[[str], Path], tmp_path: 
 
 
 def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    interaction = Interaction(write_sae(tmp_path / "sae", tiny("qwen3"), "blocks.1.hook_resid_post"), CPU)
+    model = shutil.copytree(tiny("gpt2"), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}assistant:<bos>{% endif %}")
+    interaction = Interaction(write_sae(tmp_path / "sae", model, "blocks.1.hook_resid_post"), CPU)
     assert interaction.ready.reads_chats
     read = interaction.read(ReadText("the cat", is_chat=True))
-    assert "".join(token.text for token in read.tokens) == "user: the cat<eos>"
-    assert not read.tokens[-1].is_counted
+    plain = Plain(model)
+    ids = plain.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_dict=False
+    )
+    assert [token.text for token in read.tokens] == [plain.tokenizer.decode([one]) for one in ids]
+    assert "".join(token.text for token in read.tokens) == "user: the cat<eos>assistant:<bos>"
+    assert [token.text for token in read.tokens[1:] if not token.is_counted] == ["<eos>", "<bos>"]
+    # The continuation of a chat begins where the model answers.
+    request = Generate("the cat", (Steered(0, 2.0),), is_chat=True, n_tokens=N)
+    assert generated(interaction, request).plain == plain.tokenizer.decode(plain.greedy(ids, {}))
     other = Interaction(write_sae(tmp_path / "other", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
     assert not other.ready.reads_chats
     with pytest.raises(UserError, match="tokenizer has no chat template; read"):

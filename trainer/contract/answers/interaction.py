@@ -13,9 +13,10 @@ MOST_REQUEST_BYTES = 2**22
 
 
 class ReadText(msgspec.Struct, frozen=True, tag="read", tag_field="request"):
-    """Asks which latents fire on a text; with `is_chat`, the text is a user's message in the model's chat template.
+    """Asks which latents fire on a text.
 
-    The answer has the 256 strongest latents of each token, and all of `latents` that fire.
+    With `is_chat`, the text is a user's message in the model's chat template, up to the beginning of the model's own
+    message. The answer has the 256 strongest latents of each token, and all of `latents` that fire.
     """
 
     text: str
