@@ -284,7 +284,7 @@ def test_a_generation_can_be_ended_early(tiny: Callable[[str], Path], tmp_path: 
 
 def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = shutil.copytree(tiny("gpt2"), tmp_path / "model")
-    (model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}assistant:<bos>{% endif %}")
+    (model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}assistant: a dog{% endif %}")
     interaction = Interaction(write_sae(tmp_path / "sae", model, "blocks.1.hook_resid_post"), CPU)
     assert interaction.ready.reads_chats
     read = interaction.read(ReadText("the cat", is_chat=True))
@@ -293,9 +293,9 @@ def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Pat
         [{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_dict=False
     )
     assert [token.text for token in read.tokens] == [plain.tokenizer.decode([one]) for one in ids]
-    assert "".join(token.text for token in read.tokens) == "user: the cat<eos>assistant:<bos>"
-    assert [token.text for token in read.tokens[1:] if not token.is_counted] == ["<eos>", "<bos>"]
-    # The continuation of a chat begins where the model answers.
+    assert "".join(token.text for token in read.tokens) == "user: the cat<eos>assistant: a dog"
+    assert [token.text for token in read.tokens[1:] if not token.is_counted] == ["<eos>"]
+    # The continuation begins where the model answers.
     request = Generate("the cat", (Steered(0, 2.0),), is_chat=True, n_tokens=N)
     assert generated(interaction, request).plain == plain.tokenizer.decode(plain.greedy(ids, {}))
     other = Interaction(write_sae(tmp_path / "other", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
