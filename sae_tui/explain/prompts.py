@@ -62,6 +62,7 @@ DESCRIPTION_FORM, NUMBERS_FORM = "one line that starts with Description:", "a li
 # A description with more words is cut off; an answer with more characters and no marked description is refused.
 _MOST_WORDS, _LONGEST_PROSE = 40, 600
 _SCALE = 10
+_STRING = {"type": "string"}
 _THOUGHT = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL | re.IGNORECASE)
 _LABELLED = re.compile(r"^[^\w\n]*(?:description|explanation)[^\w\n]*?[:：][ \t]*\n?[ \t]*(\S.*)$", re.I | re.M)
 _REFUSAL = re.compile(
@@ -83,16 +84,21 @@ class _Texts(msgspec.Struct):
     texts: list[int]
 
 
+class _Described(msgspec.Struct):
+    description: str
+
+
 class Prompt(NamedTuple):
     """A message for the model, the form of the answer, and the expected length of the answer in tokens.
 
-    `schema` is a JSON schema for the answer, or None for a free text.
+    `schemas` are the JSON schemas for the first answer and for another one if the first cannot be read; None stands for
+    a free text.
     """
 
     text: str
     form: str
     n_answer_tokens: int
-    schema: Mapping[str, Any] | None = None
+    schemas: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
 
     @property
     def n_tokens(self) -> int:
@@ -110,7 +116,7 @@ def explain(examples: Sequence[ActivatingExample], largest: float) -> Prompt:
             for at in sorted(fires)
         )
         texts.append(f"{marked(example, fires)}\n   ({acts})")
-    return Prompt(EXPLAIN.format(texts=_numbered(texts)), DESCRIPTION_FORM, 30)
+    return Prompt(EXPLAIN.format(texts=_numbered(texts)), DESCRIPTION_FORM, 30, (None, _schema("description", _STRING)))
 
 
 def detect(description: str, texts: Sequence[str]) -> Prompt:
@@ -125,7 +131,7 @@ def fuzz(description: str, texts: Sequence[str]) -> Prompt:
 
 def _of_texts(template: str, description: str, texts: Sequence[str]) -> Prompt:
     filled = template.format(description=description, n=len(texts), texts=_numbered(texts))
-    return Prompt(filled, NUMBERS_FORM, 8 + 2 * len(texts), numbers_schema(len(texts)))
+    return Prompt(filled, NUMBERS_FORM, 8 + 2 * len(texts), (numbers_schema(len(texts)), None))
 
 
 def numbers_schema(n: int) -> dict[str, Any]:
@@ -133,8 +139,11 @@ def numbers_schema(n: int) -> dict[str, Any]:
 
     OpenAI accepts only objects, and needs `required` and `additionalProperties`.
     """
-    numbers = {"type": "array", "items": {"type": "integer", "enum": [*range(1, n + 1)]}, "maxItems": n}
-    return {"type": "object", "properties": {"texts": numbers}, "required": ["texts"], "additionalProperties": False}
+    return _schema("texts", {"type": "array", "items": {"type": "integer", "enum": [*range(1, n + 1)]}, "maxItems": n})
+
+
+def _schema(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: value}, "required": [name], "additionalProperties": False}
 
 
 def marked(example: ActivatingExample, at: Collection[int]) -> str:
@@ -166,6 +175,9 @@ def description_in(answer: str) -> str:
     if _REFUSAL.match(text):
         raise UnreadableAnswer(f"the model refuses: {_shortened(text)}")
     found = _LABELLED.findall(text)
+    for inner in (*_OBJECT.findall(text), text):
+        with contextlib.suppress(ValueError):
+            found.append(decode_as(inner.encode(), _Described).description)
     if not found and len(text) > _LONGEST_PROSE:
         raise UnreadableAnswer(f"the answer has {len(text):,} characters and no description")
     description = _shortened(found[-1] if found else next(filter(str.strip, text.splitlines())))

@@ -102,16 +102,14 @@ class _Asking:
         self.n_unreadable = 0
 
     def ask(self, prompt: Prompt, read: Callable[[str], T]) -> T:
-        schema = prompt.schema
+        first, then = prompt.schemas
         try:
-            return self._read(prompt.text, schema, read)
-        except NoAnswer as error:
-            if not error.may_repeat:
+            return self._read(prompt.text, first, read)
+        except (NoAnswer, UnreadableAnswer) as error:
+            if isinstance(error, NoAnswer) and not error.may_repeat:
                 raise
-        except UnreadableAnswer:
-            # Bound to a schema, some models write spaces until the answer is cut off.
-            schema = None
-        return self._read(f"{prompt.text}\n\n{prompts.AGAIN.format(form=prompt.form)}", schema, read)
+        # Bound to a schema, some models write spaces until the answer is cut off; others need it to end at all.
+        return self._read(f"{prompt.text}\n\n{prompts.AGAIN.format(form=prompt.form)}", then, read)
 
     def _read(self, text: str, schema: Mapping[str, Any] | None, read: Callable[[str], T]) -> T:
         answer = self._client.ask(text, schema).text

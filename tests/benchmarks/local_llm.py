@@ -2,8 +2,8 @@
 
 Run `PYTHONPATH=tests python tests/benchmarks/local_llm.py FOLDER`, where FOLDER has a model that transformers can load
 and whose tokenizer has a chat template. Then run `sae-tui explain RUN --url http://127.0.0.1:8000/v1 --model local` in
-another terminal. It answers one request at a time, on the CPU, and prints the seconds of each answer. The answers of a
-scorer follow the requested schema: each next token is the most likely one that the schema allows. For real work, use
+another terminal. It answers one request at a time, on the CPU, and prints the seconds of each answer. A list of numbers
+follows the requested schema: each next token is the most likely one that the schema allows. For real work, use
 llama.cpp, vLLM or Ollama.
 """
 
@@ -41,8 +41,9 @@ class LocalModel:
             messages = [{"role": "user", "content": prompt}]
             ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
             ids = ids["input_ids"] if hasattr(ids, "keys") else ids
-            if form := body.get("response_format"):
-                written = self._listed(ids, form["json_schema"]["schema"]["properties"]["texts"]["items"]["enum"])
+            form = body["response_format"]["json_schema"]["schema"]["properties"] if "response_format" in body else {}
+            if "texts" in form:
+                written = self._listed(ids, form["texts"]["items"]["enum"])
             else:
                 written = self._model.generate(ids, max_new_tokens=most, do_sample=False)[0, ids.shape[1] :].tolist()
             text = self._tokenizer.decode(written, skip_special_tokens=True)

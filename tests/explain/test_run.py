@@ -146,11 +146,14 @@ def test_an_answer_without_the_requested_form_is_asked_for_once_more(tmp_path: P
     assert (found.detection, found.fuzzing, found.n_unparsed, found.problem) == (1.0, 1.0, 4, "")
 
 
-def test_a_server_may_bind_the_answers_of_a_scorer_to_a_schema(tmp_path: Path) -> None:
+def test_a_server_may_bind_answers_to_a_schema(tmp_path: Path) -> None:
     def answer(prompt: str) -> str:
         form = server.bodies[-1].get("response_format")
-        assert (form is None) == ("Answer with one line" in prompt or "Answer again" in prompt)
+        # A description is bound only the second time, and a score only the first time.
+        assert (form is None) == (("Answer with one line" in prompt) != ("Answer again" in prompt))
         first = knows_the_truth(prompt.partition("\n\nThe answer must have")[0])
+        if "Answer with one line" in prompt:
+            return json.dumps({"description": f"the word {WORDS[0]}"}) if form else "word " * 500
         if form is None:
             return first
         items = form["json_schema"]["schema"]["properties"]["texts"]["items"]
@@ -159,7 +162,7 @@ def test_a_server_may_bind_the_answers_of_a_scorer_to_a_schema(tmp_path: Path) -
 
     with stub_server(answer) as server:
         (found,) = explained(tmp_path, features_of(tmp_path), server, [0], n=1)
-    assert (found.detection, found.fuzzing, found.n_unparsed, found.problem) == (1.0, 1.0, 2, "")
+    assert (found.text, found.detection, found.n_unparsed, found.problem) == ("the word king", 1.0, 3, "")
 
 
 def test_a_scorer_that_cannot_answer_keeps_the_description(tmp_path: Path) -> None:

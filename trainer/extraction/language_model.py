@@ -10,7 +10,7 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,21 @@ class LanguageModel:
         logits: Tensor = self._model(input_ids=ids.to(self.device), **given)[0]
         return logits.float()
 
+    def continued_rows(self, ids: Tensor, cache: Any) -> list[Tensor]:
+        """Return each hook's rows [n_tokens, d] for ids [1, n_tokens] that follow the cached tokens.
+
+        The ids are added to the cache.
+        """
+        taken: dict[int, Tensor] = {}
+        everything = torch.arange(ids.numel())
+
+        def take(number: int, tensor: Tensor) -> None:
+            taken[number] = rows_of(tensor, everything, (1, ids.numel()))
+
+        with taking(self._model, self.points, take):
+            self.continued(ids, cache)
+        return [taken[number] for number in range(len(self.points))]
+
     @property
     def ends(self) -> frozenset[int]:
         """The token ids after which the model stops generating."""
@@ -201,15 +216,20 @@ class LanguageModel:
         return None if ending is None else folded(ending)
 
     @contextlib.contextmanager
-    def replacing(self, *changes: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    def replacing(
+        self, *changes: Callable[[Tensor, Tensor], Tensor], at: Sequence[int] | None = None
+    ) -> Iterator[None]:
         """Replace tensors whenever the model runs in the `with` block.
 
         With a single change, replace the tensor at the last hook with `change(read, written)`. `written` is the tensor
         at the last hook, and `read` is the tensor at the first hook. The first and the last hook may be the same. With
-        several changes, the hooks are pairs, one for each change, in the order in which the model runs them.
+        several changes, the hooks are pairs, one for each change, in the order in which the model runs them. With `at`,
+        each change replaces the tensor at the hook with this number.
         """
         pairs = [(self.points[0], self.points[-1])]
-        if len(changes) > 1:
+        if at is not None:
+            pairs = [(self.points[number], self.points[number]) for number in at]
+        elif len(changes) > 1:
             pairs = list(zip(self.points[::2], self.points[1::2], strict=True))
         with contextlib.ExitStack() as stack:
             for (first, last), change in zip(pairs, changes, strict=True):

@@ -285,13 +285,20 @@ def _side_by_side(rows: Mapping[int, Tensor]) -> Tensor:
 
 
 def load_alike(jobs: Sequence[ExtractJob], device: torch.device) -> list[LanguageModel]:
-    """Load several models that read the same contexts; raise `UserError` if their tokenizers differ.
+    """Load several models that read the same contexts; raise `UserError` if their tokenizers differ."""
+    # Load the models sequentially, so that host memory holds only one model's weights at a time.
+    models = [_load(job, device) for job in jobs]
+    share_tokenizer(models)
+    return models
+
+
+def share_tokenizer(models: Sequence[LanguageModel]) -> None:
+    """Make several models read the same tokens; raise `UserError` if their tokenizers differ.
 
     All models get the first tokenizer that can also read chats, or the first one if none can. Tokens that are special
     in any of the models are special in all of them.
     """
-    # Load the models sequentially, so that host memory holds only one model's weights at a time.
-    first, *others = models = [_load(job, device) for job in jobs]
+    first, *others = models
     for other in others:
         if differs := first.tokenizer.differs_from(other.tokenizer):
             message = f"{first.name} and {other.name} have different tokenizers: {differs}"
@@ -303,7 +310,6 @@ def load_alike(jobs: Sequence[ExtractJob], device: torch.device) -> list[Languag
     packs = all(model.packs for model in models)
     for model in models:
         model.tokenizer, model.packs = tokenizer, packs
-    return models
 
 
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:

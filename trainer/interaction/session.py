@@ -2,7 +2,8 @@
 
 Steering uses the delta form: the model's rows x become x + decode(z') − decode(z), so the SAE's reconstruction error
 does not change. For a transcoder, the rows are the MLP's outputs, and for a layer of a cross-layer transcoder, the
-outputs of this MLP and of all later ones.
+outputs of this MLP and of all later ones. For a crosscoder, z is encoded from the unchanged rows of the same text,
+because the rows of its last part are only known once its first part must already be changed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from trainer.contract.answers.interaction import (
     MovedToken,
     ReadText,
     Ready,
-    Steered,
     TextRead,
     TextToken,
     TokenKl,
@@ -34,12 +34,15 @@ from trainer.contract.answers.interaction import (
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.progress import stage
+from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.evaluation_time import LOADING
 from trainer.contract.runs.features import FEATURES, Features, runs_of_tokens
 from trainer.contract.settings.extract import Extract, ExtractJob
 from trainer.contract.settings.language import Model, TextSettings
+from trainer.contract.wording import join_words
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.extraction.language_model import LanguageModel, NoLoss
+from trainer.extraction.model_stream import share_tokenizer
 from trainer.extraction.packing import ContextBatch
 from trainer.sharing.base import layer_of_metadata
 from trainer.sharing.reading import table
@@ -62,17 +65,39 @@ PLAIN, STEERED = 0, 1
 
 
 class Edit(NamedTuple):
-    """Changes the activations of `latents` [m] to `values` [m], or by `values` if it `adds`."""
+    """Changes the activations of `latents` [m] to `values` [m], or by `values` if it `adds`.
+
+    `parts` are the parts of a crosscoder whose rows are changed, all in the same model.
+    """
 
     sae: ExportedSae
     latents: Tensor
     values: Tensor
     adds: bool
+    parts: list[int]
 
     def delta(self, x: Tensor) -> Tensor:
         """Return decode(z') − decode(z) [n, n_targets * d_out] for rows x [n, d_in] at the hook that is read."""
         change = self.values if self.adds else self.values - self.sae.encode(x).values[:, self.latents]
         return change.expand(len(x), -1) @ self.sae.W_dec[self.latents]
+
+
+class Reader(NamedTuple):
+    """A language model, whether it predicts next tokens, and the numbers of the crosscoder's parts at its hooks.
+
+    An SAE that is no crosscoder has the single part 0, at the model's first hook.
+    """
+
+    model: LanguageModel
+    generates: bool
+    parts: list[int]
+
+
+class Caches(NamedTuple):
+    """The cache of both continuations, and for a crosscoder, each model's cache of the steered one's unchanged rows."""
+
+    both: Any
+    unchanged: list[Any]
 
 
 class Interaction:
@@ -81,29 +106,33 @@ class Interaction:
     def __init__(self, folder: Path, device: torch.device, model: str | None = None) -> None:
         self._folder, self._device = folder, device
         self._sae = read_exported(folder, device)
-        if self._sae.parts:
-            raise UserError(f"{folder} is a crosscoder, which reads several hooks or models; choose an SAE")
-        hooks = _hooks(folder, self._sae)
+        jobs = _jobs(folder, self._sae, model)
         stage(LOADING)
-        job = _job(self._sae.metadata, hooks, model)
-        self._model, self._generates = _load(job, device)
+        self._readers = [Reader(*_load(job, device), parts) for job, parts in jobs]
+        _share_tokenizer([reader.model for reader in self._readers])
+        # The model that continues prompts.
+        self._reader = self._readers[0]
         self._token_bytes = self._model.tokenizer.token_bytes()
         self._special = {*self._model.tokenizer.special}
         scale = Features(folder / FEATURES).acts_scale if (folder / FEATURES).exists() else 1.0
         # The factor from activations of the exported SAE to activations in the features file.
         self._acts_scale = scale or 1.0
         self.ready = Ready(
-            job.model.path, hooks[0], self._sae.d_sae, device.type, self._generates, self._model.tokenizer.reads_chats,
-            scale is not None,
+            *_names([job for job, _ in jobs], is_crosscoder=bool(self._sae.parts)), self._sae.d_sae, device.type,
+            self._reader.generates, self._model.tokenizer.reads_chats, scale is not None,
         )  # fmt: skip
+
+    @property
+    def _model(self) -> LanguageModel:
+        return self._reader.model
 
     @torch.inference_mode()
     def read(self, request: ReadText) -> TextRead:
         """Return a text's tokens with the latents that fire on them."""
         ids = self._ids(request.text, is_chat=request.is_chat, prompts=request.is_chat)
         batch = ContextBatch(np.array([ids]), np.arange(len(ids))[None], np.zeros((1, len(ids)), np.int64))
-        rows = self._model.rows(batch, torch.arange(len(ids)))[0].float()
-        acts = self._sae.encode(rows).values
+        of_models = [reader.model.rows(batch, torch.arange(len(ids))) for reader in self._readers]
+        acts = self._sae.encode(self._joined(of_models)).values
         acts = acts * self._acts_scale
         values, latents = acts.topk(min(MOST_LATENTS, self._sae.d_sae), dim=1)
         named = [one for one in request.latents if one < self._sae.d_sae]
@@ -121,6 +150,15 @@ class Interaction:
             tokens.append(TextToken(text, tuple(FiringLatent(*one) for one in firing), all(counted[at] for at in run)))
         return TextRead(tuple(tokens))
 
+    def _joined(self, of_models: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the rows that the SAE reads, given the rows at all hooks of all models."""
+        found = {
+            part: rows.float()
+            for reader, of_hooks in zip(self._readers, of_models, strict=True)
+            for part, rows in zip(reader.parts, of_hooks, strict=False)
+        }
+        return torch.cat([found[part] for part in sorted(found)], dim=1)
+
     @torch.inference_mode()
     def generate(
         self, request: Generate, is_over: Callable[[], bool] = lambda: False
@@ -130,17 +168,18 @@ class Interaction:
         The last result also contains the effect on predictions. If `is_over` returns True, no further token is
         generated.
         """
-        if not self._generates:
+        self._reader = self._steered_reader(request.part)
+        if not self._reader.generates:
             raise UserError(f"{self._model.name} does not predict next tokens; choose a causal model")
-        edit = self._edit(request.latents, adds=request.adds)
+        edit = self._edit(request)
         prompt = self._ids(request.prompt, is_chat=request.is_chat, prompts=True, n_more=request.n_tokens)
         counted = torch.tensor([self._counted(prompt) if not request.only_generated else [False] * len(prompt)])
         plain, steered = [*prompt], [*prompt]
         rows, ended = (plain, steered), [False, False]
-        cache, generator = self._model.new_cache(), torch.Generator().manual_seed(request.seed)
+        caches, generator = self._new_caches(), torch.Generator().manual_seed(request.seed)
         given, counts = torch.tensor([prompt, prompt]), counted
         for _ in range(request.n_tokens):
-            for logits in self._logits(edit, given, counts, cache):
+            for logits in self._logits(edit, given, counts, caches):
                 last = logits[:, -1]
             if not last.isfinite().all():
                 raise UserError(NOT_FINITE)
@@ -155,22 +194,42 @@ class Interaction:
                 break
             # A continuation that has ended is still read, but never shown.
             new, new_counts = torch.tensor(chosen)[:, None], torch.ones(1, 1, dtype=torch.bool)
-            if cache is None:
+            if caches.both is None:
                 given, counts = torch.cat([given, new], dim=1), torch.cat([counts, new_counts], dim=1)
             else:
                 given, counts = new, new_counts
         yield self._effect(edit, plain, len(prompt), counted, rows)
 
-    def _logits(self, edit: Edit, ids: Tensor, counts: Tensor, cache: Any) -> Iterator[Tensor]:
+    def _steered_reader(self, part: int | None) -> Reader:
+        """Return the model that continues a prompt; raise `UserError` if the part does not exist."""
+        n = len(self._sae.parts)
+        if part is not None and part >= n:
+            known = f"the crosscoder has parts {letter(0)} to {letter(n - 1)}" if n else "the SAE is no crosscoder"
+            raise UserError(f"there is no part {letter(part)}; {known}")
+        return next(reader for reader in self._readers if (part or 0) in reader.parts)
+
+    def _new_caches(self) -> Caches:
+        unchanged = [reader.model.new_cache() for reader in self._readers] if self._sae.parts else []
+        return Caches(self._model.new_cache(), unchanged)
+
+    def _logits(self, edit: Edit, ids: Tensor, counts: Tensor, caches: Caches) -> Iterator[Tensor]:
         """Yield the logits [2, n, n_ids] of the unchanged and the steered model for ids [2, n_tokens], in parts.
 
         The logits of 2,048 tokens and 256,000 ids would take 4 GB.
         """
-        at_once = max(1, ids.shape[1]) if cache is None else AT_ONCE
+        at_once = max(1, ids.shape[1]) if caches.both is None else AT_ONCE
         for first in range(0, ids.shape[1], at_once):
             part = slice(first, first + at_once)
-            with self._steering(edit, counts[:, part]):
-                yield self._model.continued(ids[:, part], cache).cpu()
+            rows = self._unchanged(edit, ids[STEERED:, part], caches)
+            with self._steering(edit, counts[:, part], rows):
+                yield self._model.continued(ids[:, part], caches.both).cpu()
+
+    def _unchanged(self, edit: Edit, ids: Tensor, caches: Caches) -> Tensor:
+        """Return the rows [n_tokens, d_in] that a crosscoder reads in the unchanged models, or empty ones if unused."""
+        if not self._sae.parts or edit.adds:
+            return torch.empty(ids.shape[1], 0)
+        pairs = zip(self._readers, caches.unchanged, strict=True)
+        return self._joined([reader.model.continued_rows(ids, cache) for reader, cache in pairs])
 
     def _effect(
         self, edit: Edit, ids: list[int], n_prompt: int, counted: Tensor, rows: Sequence[list[int]]
@@ -180,7 +239,7 @@ class Interaction:
         moved: tuple[MovedToken, ...] = ()
         parts: list[Tensor] = []
         n_read = 0
-        for logits in self._logits(edit, torch.tensor([ids, ids]), counts, self._model.new_cache()):
+        for logits in self._logits(edit, torch.tensor([ids, ids]), counts, self._new_caches()):
             if not logits.isfinite().all():
                 raise UserError(NOT_FINITE)
             if 0 <= (at := n_prompt - 1 - n_read) < logits.shape[1]:
@@ -208,14 +267,15 @@ class Interaction:
             if abs(moves[token]) > _LEAST_MOVED
         )
 
-    def _edit(self, latents: Sequence[Steered], *, adds: bool) -> Edit:
+    def _edit(self, request: Generate) -> Edit:
         """Return the edit that a request describes; raise `UserError` if a latent is unknown or never fires."""
-        known = self._sae.d_sae
+        known, latents = self._sae.d_sae, request.latents
         if wrong := [one.latent for one in latents if one.latent >= known]:
             raise UserError(f"latent {wrong[0]} does not exist; the SAE has latents 0 to {known - 1:,}")
         values = [one.strength and one.strength * self._largest(one.latent) for one in latents]
         numbers = torch.tensor([one.latent for one in latents], device=self._device)
-        return Edit(self._sae, numbers, torch.tensor(values, device=self._device), adds)
+        parts = self._reader.parts if request.part is None else [request.part]
+        return Edit(self._sae, numbers, torch.tensor(values, device=self._device), request.adds, parts)
 
     def _largest(self, latent: int) -> float:
         """Return a latent's largest activation in the evaluation; raise `UserError` if it is unknown."""
@@ -228,21 +288,29 @@ class Interaction:
         return largest / self._acts_scale
 
     @contextlib.contextmanager
-    def _steering(self, edit: Edit, counts: Tensor) -> Iterator[None]:
-        """Apply an edit to the second row of a batch at the positions that `counts` [1, n_tokens] marks."""
+    def _steering(self, edit: Edit, counts: Tensor, unchanged: Tensor) -> Iterator[None]:
+        """Apply an edit to the second row of a batch at the positions that `counts` [1, n_tokens] marks.
+
+        `unchanged` has the rows [n_tokens, d_in] that a crosscoder reads.
+        """
         mask = torch.cat([torch.zeros_like(counts), counts]).to(self._device)
         deltas: list[Tensor] = []
         d_out = edit.sae.W_dec.shape[1] // self._n_targets
+        if parts := edit.sae.parts:
+            whole = edit.delta(unchanged[counts[0]]).split([part.width for part in parts], dim=1)
+            deltas = [whole[part] for part in edit.parts]
 
         def changed(number: int, read: Tensor, written: Tensor) -> Tensor:
             inputs, rows = (one.reshape(*mask.shape, -1) for one in (read, written))
-            if not number:
+            if not number and not edit.sae.parts:
                 deltas[:] = edit.delta(inputs[mask].float()).split(d_out, dim=1)
             new = rows.clone()
             new[mask] = (rows[mask].float() + deltas[number]).to(rows.dtype)
             return new.reshape(written.shape)
 
-        with self._model.replacing(*(partial(changed, number) for number in range(self._n_targets))):
+        at = [self._reader.parts.index(part) for part in edit.parts] if parts else None
+        n = len(edit.parts) if parts else self._n_targets
+        with self._model.replacing(*(partial(changed, number) for number in range(n)), at=at):
             yield
 
     @property
@@ -253,8 +321,8 @@ class Interaction:
     def _ids(self, text: str, *, is_chat: bool, prompts: bool, n_more: int = 0) -> list[int]:
         """Return a text's token ids; raise `UserError` if there are none, or too many with `n_more` further tokens."""
         ids = self._chat(text, prompts=prompts) if is_chat else self._plain(text, prompts=prompts)
-        longest = self._model.longest
-        most = MOST_TOKENS if longest is None else min(MOST_TOKENS, longest - n_more)
+        longest = [reader.model.longest for reader in self._readers]
+        most = min([MOST_TOKENS, *(one - n_more for one in longest if one is not None)])
         if len(ids) > most:
             fewer = ", or generate fewer" if n_more else ""
             raise UserError(f"the text has {len(ids):,} tokens; enter at most {max(0, most):,}{fewer}")
@@ -294,6 +362,23 @@ def _load(job: ExtractJob, device: torch.device) -> tuple[LanguageModel, bool]:
         raise UserError(f"the language model: {reason}") from None
 
 
+def _share_tokenizer(models: Sequence[LanguageModel]) -> None:
+    try:
+        share_tokenizer(models)
+    except UserError as error:
+        # The message ends with a setting to change, but the crosscoder's models cannot be chosen.
+        raise UserError(str(error).removeprefix("data.model: ").partition(";")[0]) from None
+
+
+def _names(jobs: Sequence[ExtractJob], *, is_crosscoder: bool) -> tuple[str, str]:
+    """Return the name of the language model and of the hook that is read, or all of them for a crosscoder."""
+    if not is_crosscoder:
+        return jobs[0].model.path, jobs[0].model.hooks[0]
+    paths = [job.model.path if len(jobs) == 1 else Path(job.model.path).name for job in jobs]
+    hooks = dict.fromkeys(hook for job in jobs for hook in job.model.hooks)
+    return " + ".join(paths), " + ".join(hooks)
+
+
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:
     """Return the next token of each row of logits [n, n_ids]; all rows use the same random numbers.
 
@@ -304,6 +389,25 @@ def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> l
     noise = -torch.empty(logits.shape[1]).exponential_(generator=generator).log()
     # With a tiny temperature, the quotients of all other tokens are −∞.
     return ((logits - logits.amax(dim=1, keepdim=True)) / temperature + noise).argmax(dim=1).tolist()
+
+
+def _jobs(folder: Path, sae: ExportedSae, model: str | None) -> list[tuple[ExtractJob, list[int]]]:
+    """Return an extraction at the SAE's hooks for each of its models, with the numbers of the parts at its hooks."""
+    if not sae.parts:
+        return [(_job(sae.metadata, _hooks(folder, sae), model), [0])]
+    if len({(part.model_name, part.hook_name) for part in sae.parts}) < len(sae.parts):
+        raise UserError(f"{folder}: its parts have the same model and hook, so that they cannot be told apart")
+    by_model: dict[str, list[int]] = {}
+    for number, part in enumerate(sae.parts):
+        by_model.setdefault(part.model_name or "", []).append(number)
+    if model and len(by_model) > 1:
+        names = join_words([*by_model])
+        raise UserError(f"--model: the crosscoder reads {len(by_model)} models; leave --model out, and provide {names}")
+    jobs = []
+    for name, numbers in by_model.items():
+        hooks = [hook for number in numbers for hook in _hooks_in(folder, sae.parts[number].origin())]
+        jobs.append((_job({"model_name": name}, hooks, model), numbers))
+    return jobs
 
 
 def _hooks(folder: Path, sae: ExportedSae) -> list[str]:
@@ -322,7 +426,7 @@ def _hooks(folder: Path, sae: ExportedSae) -> list[str]:
     return [hook for number in numbers for hook in by_number[number]]
 
 
-def _hooks_in(folder: Path, metadata: Mapping[str, Any], *, is_transcoder: bool) -> list[str]:
+def _hooks_in(folder: Path, metadata: Mapping[str, Any], *, is_transcoder: bool = False) -> list[str]:
     facts, names = as_extracted(metadata), ["hook_name", *(["hook_name_out"] if is_transcoder else [])]
     hooks = [facts.get(name) for name in names]
     if not all(isinstance(hook, str) and hook for hook in hooks):

@@ -36,7 +36,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request")
 
     With `adds`, the strength is added to the latent's own activation instead of replacing it. With `only_generated`,
     the prompt is read unchanged. `temperature` 0 chooses the most likely token; otherwise, both continuations are
-    sampled with the same random numbers from `seed`.
+    sampled with the same random numbers from `seed`. `part` is the part of a crosscoder whose rows are changed, in this
+    part's model; None stands for all parts of the first model.
     """
 
     prompt: str
@@ -44,6 +45,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request")
     is_chat: bool = False
     adds: bool = False
     only_generated: bool = False
+    part: Annotated[int, msgspec.Meta(ge=0)] | None = None
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATED)] = 30
     temperature: Annotated[float, msgspec.Meta(ge=0, le=MOST_TEMPERATURE)] = 0.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
@@ -57,7 +59,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     """The first answer: the language model is loaded. `generates` is false if it does not predict next tokens.
 
     `has_scale` is false if the features file, written by an earlier version, does not record the scale of its
-    activations. Shares of the largest activation and strengths may then be wrong by a constant factor.
+    activations. Shares of the largest activation and strengths may then be wrong by a constant factor. A crosscoder
+    names all its models and hooks; `generates` is about its first model.
     """
 
     model: str
