@@ -67,6 +67,7 @@ def steer(context: CommandContext, flags: argparse.Namespace) -> int:
     request = Generate(
         flags.prompt, tuple(Steered(latent, strength) for latent in flags.latents), is_chat=flags.chat, adds=flags.add,
         only_generated=flags.only_generated, n_tokens=flags.tokens, temperature=flags.temperature, seed=flags.seed,
+        part=flags.part,
     )  # fmt: skip
     with _started(context, flags) as interaction:
         done = _generated(interaction, request)

@@ -15,6 +15,7 @@ from sae_tui.cli_commands.values import (
     generated,
     gpu_indices,
     host,
+    part,
     port,
     positive,
     price,
@@ -832,6 +833,12 @@ def _add_steer(add: Add) -> None:
     )
     steered.add_argument("--seed", type=rank, default=0, metavar="N", help="seed of both continuations; default: 0")
     steered.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
+    steered.add_argument(
+        "--part",
+        type=part,
+        metavar="B",
+        help="change only this part of a crosscoder, in its model; default: all parts in the model of part A",
+    )
     _add_interaction(steered)
 
 

@@ -91,6 +91,13 @@ def temperature(text: str) -> float:
     return value
 
 
+def part(text: str) -> int:
+    """Return the number of a crosscoder's part from its letter."""
+    if not re.fullmatch(r"[A-Za-z]", text):
+        raise argparse.ArgumentTypeError(f'must be the letter of a part, such as B, not "{_cut(text)}"')
+    return ord(text.upper()) - ord("A")
+
+
 def generated(text: str) -> int:
     value = positive(text)
     if value > MOST_GENERATED:

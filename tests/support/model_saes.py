@@ -42,6 +42,32 @@ def write_sae(folder: Path, model: Path, hook: str, hook_out: str = "", **metada
     return folder
 
 
+def crosscoder_weights(n_parts: int = 2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "W_enc": torch.randn(n_parts * D_IN, 2, generator=generator) / 6,
+        "b_enc": torch.tensor([0.1, -0.1]),
+        "W_dec": torch.randn(2, n_parts * D_IN, generator=generator),
+        "b_dec": torch.randn(n_parts * D_IN, generator=generator) / 10,
+    }
+
+
+def write_crosscoder(folder: Path, *parts: tuple[Path, str]) -> Path:
+    """Write a crosscoder of two latents, which reads these models at these hooks."""
+    write_sae(folder, parts[0][0], parts[0][1])
+    save_file(crosscoder_weights(len(parts)), folder / "sae_weights.safetensors")
+    config = json.loads((folder / "cfg.json").read_text()) | {"d_in": len(parts) * D_IN}
+    config["metadata"] = {
+        "model_name": "+".join(str(model) for model, _ in parts),
+        "crosscoder_parts": [
+            {"width": D_IN, "scale": 0.5**number, "name": hook, "model_name": str(model), "hook_name": hook}
+            for number, (model, hook) in enumerate(parts)
+        ],
+    }
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder
+
+
 def acts_of(x: Tensor, weights: dict[str, Tensor], *, is_transcoder: bool = False) -> Tensor:
     inputs = x if is_transcoder else x - weights["b_dec"]
     return (inputs @ weights["W_enc"] + weights["b_enc"]).relu()

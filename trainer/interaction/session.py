@@ -204,8 +204,10 @@ class Interaction:
         """Return the model that continues a prompt; raise `UserError` if the part does not exist."""
         n = len(self._sae.parts)
         if part is not None and part >= n:
-            known = f"the crosscoder has parts {letter(0)} to {letter(n - 1)}" if n else "the SAE is no crosscoder"
-            raise UserError(f"there is no part {letter(part)}; {known}")
+            known = (
+                f"the crosscoder has parts A to {letter(n - 1)}" if n else "the SAE is no crosscoder; leave --part out"
+            )
+            raise UserError(f"--part: there is no part {letter(part)}; {known}")
         return next(reader for reader in self._readers if (part or 0) in reader.parts)
 
     def _new_caches(self) -> Caches:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from support.features import features_file
 from support.model_saes import acts_of, weights_of, write_sae
+from support.plain_model import N, Plain
 from support.tiny_models import CHAT, D_IN
 from torch import Tensor, nn
 
@@ -37,46 +36,6 @@ from trainer.interaction.session import Interaction
 CPU = torch.device("cpu")
 # The largest activations of the two latents in `features_file`.
 LARGEST = torch.tensor([4.0, 3.0])
-N = 6
-
-
-class Plain:
-    """The unchanged model in transformers; `changes` maps modules to functions of their input and output."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def blocks(self) -> Sequence[nn.Module]:
-        base = getattr(self.model, "transformer", None) or self.model.model
-        return getattr(base, "h", None) or base.layers
-
-    @contextlib.contextmanager
-    def changed(self, changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
-        def hook(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-            def after(_: object, inputs: Any, output: Any) -> Any:
-                first = output if isinstance(output, Tensor) else output[0]
-                new = change(inputs[0], first)
-                return new if isinstance(output, Tensor) else (new, *output[1:])
-
-            return after
-
-        handles = [module.register_forward_hook(hook(change)) for module, change in changes.items()]
-        yield
-        for handle in handles:
-            handle.remove()
-
-    @torch.inference_mode()
-    def logits(self, ids: list[int], changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
-        with self.changed(changes):
-            return self.model(input_ids=torch.tensor([ids])).logits[0]
-
-    def greedy(self, ids: list[int], changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> list[int]:
-        """Continue with the most likely tokens, without a cache."""
-        written = [*ids]
-        for _ in range(N):
-            written.append(int(self.logits(written, changes)[-1].argmax()))
-        return written[len(ids) :]
 
 
 def setting(latent: int, value: float, first: int = 1) -> Callable[[Tensor, Tensor], Tensor]:

@@ -45,10 +45,10 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="request")
     is_chat: bool = False
     adds: bool = False
     only_generated: bool = False
-    part: Annotated[int, msgspec.Meta(ge=0)] | None = None
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_GENERATED)] = 30
     temperature: Annotated[float, msgspec.Meta(ge=0, le=MOST_TEMPERATURE)] = 0.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    part: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="request"):
