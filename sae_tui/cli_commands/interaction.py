@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import asdict
+from rich.cells import cell_len, chop_cells
 
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.output import say, show_json, show_table
+from sae_tui.cli_commands.output import pad, say, show_json, show_table
 from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.evaluation.request import ReservedGpu, idle_gpu, python_of
 from sae_tui.jobs.features import readable
@@ -36,7 +37,7 @@ from trainer.contract.answers.interaction import (
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import show_text
-from trainer.contract.printable import printable
+from trainer.contract.printable import MARK, printable
 from trainer.contract.progress import Progress
 
 # The number of latents listed for a token, and of characters of a bar.
@@ -149,18 +150,19 @@ def _of_label(folder: Path, label: str | None) -> Path:
 
 
 def _shown(token: TextToken) -> str:
-    """Return a token as text; a space at its start or end stays visible."""
+    """Return a token as text; a space at its start or end stays visible, and text without width is shown as a mark."""
     whole = readable(token.text).replace(" ", "·") if token.text.strip(" ") == "" else readable(token.text)
+    whole = printable(whole) if cell_len(whole) else MARK
     return whole if token.is_counted else f"({whole})"
 
 
 def _show_strongest(tokens: Sequence[TextToken]) -> None:
     names = [_shown(token) for token in tokens]
-    width = max(map(len, ["TOKEN", *names]))
+    width = max(map(cell_len, ["TOKEN", *names]))
     say(f"{'TOKEN':{width}}  STRONGEST LATENTS (ACTIVATION)")
     for name, token in zip(names, tokens, strict=True):
         latents = "  ".join(f"{one.latent} ({one.act:.2f})" for one in token.latents[:MOST_LATENTS])
-        say(f"{name:{width}}  {latents}")
+        say(f"{pad(name, width)}  {latents}")
 
 
 def _show_latent(tokens: Sequence[TextToken], latent: int) -> None:
@@ -226,12 +228,13 @@ def _side_by_side(plain: str, steered: str, width: int) -> list[str]:
     n = max(map(len, columns))
     left, right = (column + [""] * (n - len(column)) for column in columns)
     lines = [f"{'WITHOUT STEERING':{space}} │ STEERED"]
-    return lines + [f"{one:{space}} │ {other}".rstrip() for one, other in zip(left, right, strict=True)]
+    return lines + [f"{pad(one, space)} │ {other}".rstrip() for one, other in zip(left, right, strict=True)]
 
 
 def _wrapped(continuation: str, width: int) -> list[str]:
     lines = [textwrap.wrap(printable(line), width, drop_whitespace=False) or [""] for line in continuation.split("\n")]
-    return [line for some in lines for line in some]
+    # Wide characters take two cells.
+    return [part for some in lines for line in some for part in chop_cells(line, width) or [""]]
 
 
 def _show_effect(done: Generated, request: Generate) -> None:

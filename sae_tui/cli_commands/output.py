@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 
 from trainer.contract.output import complain, show_text
 from trainer.contract.printable import printable, printable_json
@@ -83,14 +84,17 @@ def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     """Print columns as wide as their content, with columns of numbers right-aligned."""
     cells = [[text(value) for value in row] for row in rows]
     lines = [list(headings), *cells]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    widths = [max(cell_len(line[column]) for line in lines) for column in range(len(headings))]
     right = [bool(cells) and all(_is_quantity(row[column]) for row in cells) for column in range(len(headings))]
     for line in lines:
-        padded = [
-            cell.rjust(width) if at_right else cell.ljust(width)
-            for cell, width, at_right in zip(line, widths, right, strict=True)
-        ]
-        say("  ".join(padded).rstrip())
+        columns = [pad(*column) for column in zip(line, widths, right, strict=True)]
+        say("  ".join(columns).rstrip())
+
+
+def pad(text: str, width: int, at_right: bool = False) -> str:
+    """Return the text padded to `width` cells of a terminal; wide characters, as of Chinese, take two."""
+    space = " " * (width - cell_len(text))
+    return space + text if at_right else text + space
 
 
 def show_fields(fields: Iterable[tuple[str, object]]) -> None:

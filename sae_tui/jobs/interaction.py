@@ -186,7 +186,10 @@ class Interaction:
 
     def _send(self, request: Request) -> None:
         assert self._process.stdin
-        line = msgspec.json.encode(request) + b"\n"
+        try:
+            line = msgspec.json.encode(request) + b"\n"
+        except UnicodeEncodeError:
+            raise UserError("the text contains bytes that are not UTF-8; leave them out") from None
         if len(line) > MOST_REQUEST_BYTES:
             raise UserError("the text is too long; shorten it")
         try:
