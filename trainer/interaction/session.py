@@ -398,7 +398,7 @@ def _jobs(folder: Path, sae: ExportedSae, model: str | None) -> list[tuple[Extra
     if not sae.parts:
         return [(_job(sae.metadata, _hooks(folder, sae), model), [0])]
     if len({(part.model_name, part.hook_name) for part in sae.parts}) < len(sae.parts):
-        raise UserError(f"{folder}: its parts have the same model and hook, so that they cannot be told apart")
+        raise UserError(f"{folder}: its parts are revisions of one model, which its metadata does not name")
     by_model: dict[str, list[int]] = {}
     for number, part in enumerate(sae.parts):
         by_model.setdefault(part.model_name or "", []).append(number)

@@ -154,7 +154,7 @@ def test_a_crosscoder_of_two_models_steers_one_of_them(
 def test_a_crosscoder_whose_models_are_unknown_is_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny("gpt2")
     same = write_crosscoder(tmp_path / "same", (model, LOW), (model, LOW))
-    with pytest.raises(UserError, match="its parts have the same model and hook, so that they cannot be told apart"):
+    with pytest.raises(UserError, match="its parts are revisions of one model, which its metadata does not name"):
         Interaction(same, CPU)
     apart = write_crosscoder(tmp_path / "apart", (model, LOW), (tiny("llama"), LOW))
     with pytest.raises(UserError, match=r"have different tokenizers: [^;]*$"):
