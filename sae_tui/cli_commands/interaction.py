@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import asdict
-from rich.cells import cell_len, chop_cells
 
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.output import pad, say, show_json, show_table
+from sae_tui.cli_commands.output import cells_of, chopped, pad, say, show_json, show_table
 from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.evaluation.request import ReservedGpu, idle_gpu, python_of
 from sae_tui.jobs.features import readable
@@ -152,13 +151,13 @@ def _of_label(folder: Path, label: str | None) -> Path:
 def _shown(token: TextToken) -> str:
     """Return a token as text; a space at its start or end stays visible, and text without width is shown as a mark."""
     whole = readable(token.text).replace(" ", "·") if token.text.strip(" ") == "" else readable(token.text)
-    whole = printable(whole) if cell_len(whole) else MARK
+    whole = printable(whole) if cells_of(whole) else MARK
     return whole if token.is_counted else f"({whole})"
 
 
 def _show_strongest(tokens: Sequence[TextToken]) -> None:
     names = [_shown(token) for token in tokens]
-    width = max(map(cell_len, ["TOKEN", *names]))
+    width = max(map(cells_of, ["TOKEN", *names]))
     say(f"{'TOKEN':{width}}  STRONGEST LATENTS (ACTIVATION)")
     for name, token in zip(names, tokens, strict=True):
         latents = "  ".join(f"{one.latent} ({one.act:.2f})" for one in token.latents[:MOST_LATENTS])
@@ -234,7 +233,7 @@ def _side_by_side(plain: str, steered: str, width: int) -> list[str]:
 def _wrapped(continuation: str, width: int) -> list[str]:
     lines = [textwrap.wrap(printable(line), width, drop_whitespace=False) or [""] for line in continuation.split("\n")]
     # Wide characters take two cells.
-    return [part for some in lines for line in some for part in chop_cells(line, width) or [""]]
+    return [part for some in lines for line in some for part in chopped(line, width)]
 
 
 def _show_effect(done: Generated, request: Generate) -> None:

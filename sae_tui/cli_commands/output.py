@@ -7,12 +7,12 @@ import select
 import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
-from rich.cells import cell_len
 
 from trainer.contract.output import complain, show_text
 from trainer.contract.printable import printable, printable_json
@@ -84,16 +84,34 @@ def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     """Print columns as wide as their content, with columns of numbers right-aligned."""
     cells = [[text(value) for value in row] for row in rows]
     lines = [list(headings), *cells]
-    widths = [max(cell_len(line[column]) for line in lines) for column in range(len(headings))]
+    widths = [max(cells_of(line[column]) for line in lines) for column in range(len(headings))]
     right = [bool(cells) and all(_is_quantity(row[column]) for row in cells) for column in range(len(headings))]
     for line in lines:
         columns = [pad(*column) for column in zip(line, widths, right, strict=True)]
         say("  ".join(columns).rstrip())
 
 
+def cells_of(text: str) -> int:
+    """Return how many cells of a terminal a text takes: wide characters take two, and combining ones none."""
+    if text.isascii():
+        return len(text)
+    kinds = ((unicodedata.category(char), unicodedata.east_asian_width(char)) for char in text)
+    return sum(0 if category in ("Mn", "Me", "Cf") else 1 + (width in "WF") for category, width in kinds)
+
+
+def chopped(text: str, width: int) -> list[str]:
+    """Break a text into pieces of at most `width` cells."""
+    pieces = [""]
+    for char in text:
+        if pieces[-1] and cells_of(pieces[-1] + char) > width:
+            pieces.append("")
+        pieces[-1] += char
+    return pieces
+
+
 def pad(text: str, width: int, at_right: bool = False) -> str:
     """Return the text padded to `width` cells of a terminal; wide characters, as of Chinese, take two."""
-    space = " " * (width - cell_len(text))
+    space = " " * (width - cells_of(text))
     return space + text if at_right else text + space
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rich.cells import cell_len
 from support.features import features_file
 from support.model_saes import write_sae
 from support.tiny_models import make_model
 
 import sae_tui
-from trainer.contract.answers.interaction import Generate, Steered
+from sae_tui.cli_commands.interaction import _show_strongest, _side_by_side
+from trainer.contract.answers.interaction import FiringLatent, Generate, Steered, TextToken
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES
 
@@ -47,6 +49,17 @@ def test_the_strongest_latents_of_each_token_are_printed(shell, sae: Path) -> No
     assert [float(line.split()[0]) for line in own[: len(tokens)]] == pytest.approx(acts, abs=0.006)
 
 
+def test_wide_and_combining_characters_do_not_shift_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["a", " 天", "🙂", "\u0301", "e\u0301", "\u200d", "\u202eb", "שלום", "\ud800"]
+    _show_strongest([TextToken(one, (FiringLatent(7, 1.0),), is_counted=len(one) > 1) for one in texts])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert len({cell_len(line.removesuffix("7 (1.00)")) for line in lines}) == 1
+    assert len(lines) == len(texts)
+    lines = _side_by_side("天地玄黄" * 9 + "\n🙂 and more words", "short", 61)
+    assert {cell_len(line.partition("│")[0]) for line in lines} == {30}
+    assert "".join(line[:30].partition(" ")[0] for line in lines[1:-1]) == "天地玄黄" * 9
+
+
 def test_a_prompt_is_continued_with_and_without_steering(shell, sae: Path) -> None:
     arguments = ["steer", sae, 0, 1, "--prompt", "the dog ran over the hill", "--tokens", 4]
     done = shell.run(*arguments, "--strength", 3)
@@ -75,6 +88,13 @@ def test_a_prompt_is_continued_with_and_without_steering(shell, sae: Path) -> No
         (["steer", "SAE", 0, "--prompt", "a", "--sae", "k=2"], 1, "--sae: the run has only one SAE"),
         (["features", "SAE", 2, "--text", "a cat"], 1, "latent 2 does not exist; the SAE has latents 0 to 1"),
         (["steer", "SAE", 0, "--prompt", "a cat", "--strength", 1e39], 1, "not finite; use a smaller strength"),
+        (["features", "SAE", "--text", "a\udcff"], 1, "contains bytes that are not UTF-8; leave them out"),
+        (
+            ["steer", "SAE", 0, "--prompt", "a", "--part", "B"],
+            1,
+            "--part: there is no part B; the SAE is no crosscoder",
+        ),
+        (["steer", "SAE", 0, "--prompt", "a", "--part", "2"], 2, "--part: must be the letter of a part, such as B"),
         (["features", "SAE", "--chat"], 2, "--chat: needs --text"),
         (["features", "SAE", "--text", "a", "--search", "b"], 2, "--search: cannot be combined with --text"),
         (["steer", "/nowhere", 0, "--prompt", "a"], 1, "/nowhere has no exported SAE"),

@@ -49,7 +49,7 @@ def test_a_text_cannot_add_a_line_or_a_control_character_to_a_prompt() -> None:
         ("Let me see.\nThe texts share a king.\n\n[EXPLANATION]: names of kings", "names of kings"),
         ("<think>Description: no</think>\nDescription: names of kings", "names of kings"),
         ('{"description": "names of kings"}', "names of kings"),
-        (r'{"description": "the set {\"so\", \"hence\"} of words"}', 'the set {"so", "hence"} of words'),
+        (r'{"description": "the set {\"so\", \"thus\"} of words"}', 'the set {"so", "thus"} of words'),
         ('{\n "description": "names of kin', "names of kin"),
         ("Description:\nnames of kings\n", "names of kings"),
         ("Description: names\x1b[31m of\u2029 kings\x00", "names [31m of kings"),
