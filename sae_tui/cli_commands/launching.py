@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +26,14 @@ from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.upkeep.storage import store_warning
 from sae_tui.policy import read_policy
-from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
 from trainer.contract.output import has_done
 from trainer.contract.planning.check_job import Proposal, propose
 from trainer.contract.planning.outlook import AnyOutlook
 from trainer.contract.progress import Progress, track
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.wording import join_words, plural, ranges
@@ -45,6 +47,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
     look: AnyOutlook | None = None
     measured: PeakMemory | None = None
     job: AnyJob | None = None
+    start = ""
     try:
         job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
         # The memory requirement is unknown if defaults have replaced invalid settings.
@@ -58,24 +61,39 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
             look = where.look if where and is_known else None
             if where and look:
                 measured = launch_kind(job.kind).measured(job, look, where.device, context.past())
+            if where and not errors(problems):
+                start, wrong = _trial(job, where)
+                problems += wrong
     except JobFileError as error:
         problems = list(error.problems)
-    errors = [str(problem) for problem in problems if problem.severity == "error"]
+    wrongs = [str(problem) for problem in errors(problems)]
     warnings = [str(problem) for problem in problems if problem.severity == "warning"]
     if context.as_json:
         memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
-        answer = {"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode}
+        answer = {"valid": not wrongs, "errors": wrongs, "warnings": warnings, "mode": look and look.mode}
+        answer |= {"start": start or None}
         show_json(answer | memory | (launch_kind(job.kind).answer(look) if job and look else {}))
     else:
-        for kind, messages in (("error", errors), ("warning", warnings)):
+        for kind, messages in (("error", wrongs), ("warning", warnings)):
             for message in messages:
                 say(f"{kind}: {message}")
-        say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
+        say(f"{flags.job} {'cannot run here' if wrongs else 'is valid'}")
+        if start:
+            say(start)
         if job and look:
             say(launch_kind(job.kind).needs(look, measured))
-        if job and job.needs_trainer and job.launch.python and not errors:
+        if job and job.needs_trainer and job.launch.python and not wrongs:
             say(f"trained with {environment.look(job.launch.python).words}")
-    return Exit.FAILED if errors else Exit.DONE
+    return Exit.FAILED if wrongs else Exit.DONE
+
+
+def _trial(job: AnyJob, where: Placement) -> tuple[str, list[Problem]]:
+    """Return when the cluster's scheduler would start a job, and the reasons why it would not."""
+    if not (trial := LAUNCH_BACKENDS[job.launch.backend].trial):
+        return "", []
+    mode = where.look.mode if where.look else ""
+    answer = pkgutil.resolve_name(trial)(job, where.world_size, where.device, mode or "")
+    return ("", [answer]) if isinstance(answer, Problem) else (answer, [])
 
 
 def launch(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -200,7 +218,7 @@ def _check_all(context: CommandContext, jobs: Sequence[AnyJob], promises: Promis
             for job in track(jobs, "jobs"):
                 where, problems = checks.check(job)
                 warnings |= {str(problem): None for problem in problems if problem.severity == "warning"}
-                wrong = [problem for problem in problems if problem.severity == "error"]
+                wrong = errors(problems)
                 if where is None or wrong:
                     raise JobFileError(wrong)
                 places.append(where)

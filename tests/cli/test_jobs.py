@@ -62,6 +62,23 @@ def test_a_valid_job_passes_validation(shell):
     assert answer == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
 
 
+def test_validate_shows_when_slurm_would_start_the_job_or_why_it_would_not(shell):
+    program, line = shell.folder / "bin" / "sbatch", "Job 7 to start at 2026-12-01T04:23:55 using 2 processors on n1"
+    program.parent.mkdir()
+    answers = {"gpu": f"echo 'sbatch: {line}' >&2", "nowhere": "echo 'allocation failure: Invalid partition' >&2; exit 1"}
+    cases = "".join(f"*--partition={name}\\ *) {answer};;\n" for name, answer in answers.items())
+    program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')
+    program.chmod(0o755)
+    flags = ("validate", shell.job_file, "--set", "launch.backend=slurm", "--set")
+    path = f"{program.parent}:{os.environ['PATH']}"
+    start = "SLURM would start it at 2026-12-01 04:23 on node n1"
+    assert shell.json(*flags, "launch.partition=gpu", PATH=path)["start"] == start
+    assert f"\n{start}\n" in shell.run(*flags, "launch.partition=gpu", PATH=path).stdout
+    refused = shell.json(*flags, "launch.partition=nowhere", PATH=path, code=1)
+    assert refused["errors"] == ["launch.partition: SLURM would refuse the job: Invalid partition"]
+    assert refused["start"] is None
+
+
 def test_all_errors_in_a_job_are_reported_together(shell):
     text = shell.job_file.read_text().replace("k = 4", 'k = "four"\nk_axu = 2')
     shell.job_file.write_text(text)

@@ -84,7 +84,7 @@ class Cluster:
         self._wait(self._is_up, "the nodes to be idle again")
 
     def _is_up(self) -> bool:
-        return self.command("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)
+        return self.command("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split() == ["idle"] * len(NODES)
 
     def _run(self, *argv: str) -> None:
         with (self.folder / "log" / "daemons.log").open("ab") as log:
@@ -146,6 +146,8 @@ def _slurm_conf(folder: Path, host: str, controller: int, *ports: int) -> str:
             "JobAcctGatherType=jobacct_gather/none\nSlurmctldParameters=enable_configless\nKillWait=10",
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1\nCompleteWait=0",
             *nodes,
-            f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n",
+            "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL",
+            f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP GraceTime=8 PriorityTier=1",
+            f"PartitionName=urgent Nodes={','.join(NODES)} MaxTime=INFINITE State=UP PriorityTier=2\n",
         ]
     )

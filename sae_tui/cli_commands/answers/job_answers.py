@@ -297,6 +297,7 @@ _VALIDATED = fields(
         "errors": (list_of(str), "Errors that prevent the job from running, each as `setting: sentence`."),
         "warnings": (list_of(str), "Warnings, each as `setting: sentence`."),
         "mode": (str | None, "Parallel mode; null if the job cannot run."),
+        "start": (str | None, "When and where SLURM would start it; null if it runs on this machine."),
         "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null if unknown."),
         "memory_measured": (
             int | None,

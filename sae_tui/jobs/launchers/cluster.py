@@ -58,9 +58,10 @@ class SlurmJob:
 
         SLURM stores `environment` (by default, this process's environment) and starts the job with it.
         """
-        answer, failure = _run(argv, environment)
-        if failure:
-            raise SlurmError(f"SLURM refused the job: {failure}")
+        try:
+            answer = run_slurm(argv, environment)
+        except SlurmError as error:
+            raise SlurmError(f"SLURM refused the job: {error}") from None
         slurm_id = answer.partition(";")[0].strip()
         if not _is_id(slurm_id):
             raise SlurmError(f"sbatch printed {show(answer.strip())}, not a job id; see squeue for the job")
@@ -111,10 +112,12 @@ class SlurmJob:
 
     def cancel(self, *options: str) -> bool:
         """Cancel the job with these scancel options; return False if the controller does not accept the request."""
-        _, failure = _run(["scancel", *options, self.id])
-        if failure:
-            note(f"scancel {self.id}: {failure}")
-        return not failure
+        try:
+            run_slurm(["scancel", *options, self.id])
+        except SlurmError as error:
+            note(f"scancel {self.id}: {error}")
+            return False
+        return True
 
     def close(self) -> None:
         if self._look:
@@ -127,26 +130,35 @@ def _is_id(word: str) -> bool:
     return word.isascii() and word.isdigit()
 
 
+def run_slurm(
+    argv: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    within_s: float = TIMEOUT_S,
+    with_errors: bool = False,
+) -> str:
+    """Run one of SLURM's commands and return its output, and with `with_errors` also its messages.
+
+    Raise `SlurmError` with the last line of its messages if it fails.
+    """
+    try:
+        process = _popen(argv, environment)
+    except OSError as error:
+        raise SlurmError(f"{argv[0]} cannot be started: {error.strerror}") from None
+    try:
+        answer, errors = process.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise SlurmError(f"{argv[0]} received no response within {within_s:g} s") from None
+    if process.returncode == 0:
+        return answer + errors if with_errors else answer
+    lines = [line for line in errors.splitlines() if line.strip()]
+    raise SlurmError(lines[-1] if lines else f"{argv[0]} exited with code {process.returncode}")
+
+
 def _popen(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment
     )
-
-
-def _run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run a command; return its output and "" if it succeeds, otherwise "" and the last line of its error output."""
-    try:
-        process = _popen(argv, environment)
-    except OSError as error:
-        return "", f"{argv[0]} cannot be started: {error.strerror}"
-    try:
-        answer, errors = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return "", f"{argv[0]} received no response within {TIMEOUT_S:g} s"
-    if process.returncode == 0:
-        return answer, ""
-    lines = [line for line in errors.splitlines() if line.strip()]
-    return "", lines[-1] if lines else f"{argv[0]} exited with code {process.returncode}"

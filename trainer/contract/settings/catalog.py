@@ -172,6 +172,8 @@ class BackendEntry(SettingsEntry, frozen=True):
     # The function, as `module:function`, that cancels the remaining cluster jobs of an attempt, given the attempt's
     # folder. Only the app loads it.
     cancel: str = ""
+    # The function, as `module:function`, that asks the scheduler when it would start a job. Only the app loads it.
+    trial: str = ""
     # The class, as `module:class`, for attempts of a command; "" if this backend cannot run commands. Only the app
     # loads it.
     program: str = ""
@@ -414,6 +416,7 @@ LAUNCH_BACKENDS = {
         limits_time=True,
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
+        trial="sae_tui.jobs.launchers.trial:would_start",
         program="sae_tui.jobs.launchers.slurm_program:SlurmProgram",
     ),
     "skypilot": BackendEntry(
