@@ -65,7 +65,10 @@ def test_a_valid_job_passes_validation(shell):
 def test_validate_shows_when_slurm_would_start_the_job_or_why_it_would_not(shell):
     program, line = shell.folder / "bin" / "sbatch", "Job 7 to start at 2026-12-01T04:23:55 using 2 processors on n1"
     program.parent.mkdir()
-    answers = {"gpu": f"echo 'sbatch: {line}' >&2", "nowhere": "echo 'allocation failure: Invalid partition' >&2; exit 1"}
+    answers = {
+        "gpu": f"echo 'sbatch: {line}' >&2",
+        "nowhere": "echo 'allocation failure: Invalid partition' >&2; exit 1",
+    }
     cases = "".join(f"*--partition={name}\\ *) {answer};;\n" for name, answer in answers.items())
     program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')
     program.chmod(0o755)

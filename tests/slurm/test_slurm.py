@@ -19,7 +19,7 @@ from sae_tui.jobs import edits
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_command
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_command, read_spec
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.states import JobState
@@ -239,3 +239,53 @@ def test_ranks_started_by_srun_restart_together_if_the_first_exchange_hangs(subm
     with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
         assert [event.message for event in reader.events() if event.kind == "staged"] == [SENTENCE]
         assert [point.step for point in reader.points("loss")] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_preempted_job_saves_on_all_ranks_and_is_queued_again(submission, cluster) -> None:
+    one = submission(partition="main")
+    job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
+    paths = one.data.run(job_id)
+    one.until(lambda: one.control.job(job_id).step > 0)
+    # SLURM sends SIGTERM to the job's tasks, and kills them after the partition's GraceTime.
+    cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    again = "is queued again: another job took its nodes, n[1-2]"
+    one.until(lambda: again in [event.message for event in one.control.events(job_id)])
+    ended = [rank.exit_code for rank in one.control.ranks(job_id) if rank.attempt == 1]
+    assert ended == [EXIT_STOPPED] * 2
+    saved = max(paths.checkpoints.glob("step-*"))
+    step = int(saved.name.removeprefix("step-"))
+    one.until(lambda: one.control.job(job_id).attempt == 2 and one.control.job(job_id).step > step)
+    assert read_spec(paths.rank_spec(2)).resume_from == saved
+    edits.stop(one.data, job_id)
+    one.until(lambda: one.control.job(job_id).state.is_final)
+    assert one.control.job(job_id).state == JobState.STOPPED
+
+
+@pytest.mark.slow
+def test_after_a_node_failure_a_job_resumes_on_another_node(submission, cluster) -> None:
+    one = submission(nodes=1, max_requeues=1)
+    job_id = launching.launch(one.data, one.job, Placement("cpu", (), 1), gpu_source="none")
+
+    def told() -> list[str]:
+        return [event.message for event in one.control.events(job_id)]
+
+    def fail_node_of(attempt: int) -> str:
+        one.until(lambda: one.control.job(job_id).attempt == attempt and one.control.job(job_id).step > 0)
+        seen = [message for message in told() if message.startswith("runs in SLURM on ")]
+        node = seen[-1].removeprefix("runs in SLURM on ")
+        cluster.command("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        return node
+
+    try:
+        first = fail_node_of(1)
+        one.until(lambda: f"is queued again: node {first} failed" in told())
+        one.until(lambda: told()[-1].startswith("runs in SLURM on "))
+        second = fail_node_of(2)
+        assert second != first
+        one.until(lambda: one.control.job(job_id).state.is_final)
+        assert one.control.job(job_id).error == (
+            f"node {second} failed; it was already queued again 1 time (launch.max_requeues)"
+        )
+    finally:
+        cluster.command("scontrol", "update", "nodename=n1,n2", "state=resume")

@@ -84,7 +84,9 @@ class Cluster:
         self._wait(self._is_up, "the nodes to be idle again")
 
     def _is_up(self) -> bool:
-        return self.command("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split() == ["idle"] * len(NODES)
+        return self.command("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split() == [
+            "idle"
+        ] * len(NODES)
 
     def _run(self, *argv: str) -> None:
         with (self.folder / "log" / "daemons.log").open("ab") as log:
@@ -147,7 +149,8 @@ def _slurm_conf(folder: Path, host: str, controller: int, *ports: int) -> str:
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1\nCompleteWait=0",
             *nodes,
             "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL",
-            f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP GraceTime=8 PriorityTier=1",
-            f"PartitionName=urgent Nodes={','.join(NODES)} MaxTime=INFINITE State=UP PriorityTier=2\n",
+            # Jobs in the partition `urgent` preempt jobs in `main`, which get SIGTERM and end after at most 8 s.
+            f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP PriorityTier=1 GraceTime=8",
+            f"PartitionName=urgent Nodes={','.join(NODES)} State=UP PriorityTier=2\n",
         ]
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from sae_tui.jobs.ending import RankEnding
 from sae_tui.jobs.launchers.early_ranks import EarlyRanks
+from sae_tui.jobs.launchers.requeues import Interruption
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
@@ -99,6 +100,10 @@ class Attempt(Protocol):
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
+
+    def interruption(self) -> Interruption | None:
+        """Return why a cluster ended the attempt if the job is not at fault, so that it may be queued again."""
+        ...
 
     def cause(self) -> str:
         """Return why the attempt failed: the error of the rank that failed first."""

@@ -119,6 +119,14 @@ class SlurmJob:
             return False
         return True
 
+    def was_preempted(self) -> bool:
+        """Return whether SLURM has chosen the job for preemption; if it saved in time, its final state is COMPLETED."""
+        try:
+            when = run_slurm(["squeue", "-h", "-t", "all", "-j", self.id, "-O", "PreemptTime:30"]).strip()
+        except SlurmError:
+            return False
+        return when[:1].isdigit()
+
     def close(self) -> None:
         if self._look:
             self._look.kill()
@@ -128,6 +136,24 @@ class SlurmJob:
 def _is_id(word: str) -> bool:
     """Return whether a string is a job number; scancel could interpret other strings as options or as other jobs."""
     return word.isascii() and word.isdigit()
+
+
+def hosts_in(nodes: str) -> list[str]:
+    """Return the names in a list of nodes like `n[1-2],m7`, or an empty list if SLURM does not respond."""
+    try:
+        return run_slurm(["scontrol", "show", "hostnames", nodes]).split() if nodes else []
+    except SlurmError:
+        return []
+
+
+def down_nodes(nodes: str) -> list[str]:
+    """Return which nodes in a list like `n[1-2]` are down, failing, or (marked by `*`) not responding."""
+    try:
+        lines = run_slurm(["sinfo", "-h", "-N", "-n", nodes, "-o", "%N|%T"]).splitlines() if nodes else []
+    except SlurmError:
+        return []
+    states = dict(line.strip().split("|", 1) for line in lines if "|" in line)
+    return [node for node, state in states.items() if state.startswith(("down", "fail")) or state.endswith("*")]
 
 
 def run_slurm(

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from sae_tui.jobs.ending import RankEnding
 from sae_tui.jobs.launchers.base import AttemptSetup
+from sae_tui.jobs.launchers.requeues import Interruption
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_exit import RankEnd, first_failed
 from trainer.contract.store.rows import Rank
@@ -68,6 +69,9 @@ class RankStates(Generic[R]):
     def first_failed(self) -> int | None:
         first = first_failed(self.ranks)
         return first.rank if first else None
+
+    def interruption(self) -> Interruption | None:
+        return None
 
     def cause(self) -> str:
         first = first_failed(self.ranks)

@@ -102,13 +102,21 @@ def program_script(spec: RankSpec, command: Sequence[str]) -> str:
     return _PROGRAM_SCRIPT.format(title=title, umask=umask_of(spec.run_dir), command=shlex.join(command))
 
 
-def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path, save_s: float = SAVE_S) -> list[str]:
+def submission(
+    spec: RankSpec,
+    launch: Launch,
+    name: str,
+    log: Path,
+    file: Path,
+    save_s: float = SAVE_S,
+    avoid: Sequence[str] = (),
+) -> list[str]:
     """Return the sbatch command that submits the script in `file`; the job's output is appended to `log`.
 
-    SLURM sends SIGUSR1 to the script `save_s` seconds before the time limit. The user's own options come last so that
-    they override our options.
+    SLURM sends SIGUSR1 to the script `save_s` seconds before the time limit. The job does not run on the nodes in
+    `avoid`. The user's own options come last so that they override our options.
     """
-    layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
+    layout, own = NodeLayout.of(spec, launch), _avoiding(launch.sbatch_options or [], avoid)
     options = {
         "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _default_name(spec),
         "nodes": layout.nodes,
@@ -125,8 +133,18 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path,
         "signal": f"B:USR1@{_save_s(launch.time_limit, save_s)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    # SLURM must not requeue the job: the job's supervisor restarts it as a new attempt.
+    # SLURM must not requeue the job: the supervisor starts a new attempt, which avoids a failed node, and starts at
+    # once, whereas SLURM holds back a job that it has requeued for two minutes.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
+
+
+def _avoiding(options: Sequence[str], nodes: Sequence[str]) -> list[str]:
+    """Return sbatch options that also exclude these nodes; only the last --exclude counts, so combine them."""
+    if not nodes:
+        return [*options]
+    excluded = [option.partition("=")[2] for option in options if option.startswith("--exclude=")]
+    others = [option for option in options if not option.startswith("--exclude=")]
+    return [*others, f"--exclude={','.join([*excluded, *nodes])}"]
 
 
 def _save_s(limit: str | None, wanted_s: float) -> int:

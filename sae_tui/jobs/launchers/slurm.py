@@ -6,24 +6,28 @@ folder, which is accessible from all nodes.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from sae_tui.jobs.launchers.base import AttemptSetup
-from sae_tui.jobs.launchers.cluster import SlurmJob
+from sae_tui.jobs.launchers.cluster import SlurmError, SlurmJob, down_nodes, hosts_in
 from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import RankStates
 from sae_tui.jobs.launchers.remote import RemoteRank
+from sae_tui.jobs.launchers.requeues import Interruption, failed_nodes
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole
+from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.rank_spec import write_spec
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
+from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
 # If a failed job ends on its own, SLURM reports the reason, so wait this many seconds before cancelling the job.
@@ -31,6 +35,8 @@ ENDS_ITSELF_S = 15.0
 # How long the last data written by a node may take to become visible on a network file system.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
+_NODE_LOST = ("BOOT_FAIL", "NODE_FAIL")
+_NODE_FAILURE = re.compile(r"Node failure on ([\w.-]+)")
 _REASONS = {
     "BOOT_FAIL": "a node did not start",
     "CANCELLED": "it was cancelled",
@@ -102,7 +108,27 @@ class SlurmAttempt(RankStates[RemoteRank]):
     def _submit(self, batch: Path, argv: Sequence[str]) -> SlurmJob:
         """Write the batch script, which runs `argv` for each rank, and submit it."""
         write_own(batch, script(self._spec, self._job.launch, argv))
-        return SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
+        return self._submit_script(batch)
+
+    def _submit_script(self, batch: Path) -> SlurmJob:
+        """Submit a batch script to nodes that have not failed, or to any nodes if there are too few others."""
+        failed = failed_nodes(self._paths, self._spec.attempt)
+        try:
+            return SlurmJob.submit(self._submission(batch, failed), self._environment())
+        except SlurmError:
+            if not failed:
+                raise
+        job = SlurmJob.submit(self._submission(batch, ()), self._environment())
+        self._tell("slurm", f"may run on {join_words(failed)} again, because SLURM has too few other nodes", "warning")
+        return job
+
+    def _submission(self, batch: Path, avoid: Sequence[str]) -> list[str]:
+        """Return the sbatch command for a batch script."""
+        return submission(self._spec, self._job.launch, self._job.name, self._log, batch, avoid=avoid)
+
+    def _environment(self) -> Mapping[str, str] | None:
+        """Return the environment that SLURM stores for the job; None means this process's environment."""
+        return None
 
     def _new_ranks(self) -> list[RemoteRank]:
         ranks = range(self._spec.n_processes)
@@ -156,6 +182,27 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._slurm.cancel("--signal=KILL", "--full")
             self._slurm.cancel()
             self._cancelled_at = now
+
+    def interruption(self) -> Interruption | None:
+        """Return which node failed, or that a preemption took the nodes; None if SLURM ended the job otherwise."""
+        self._await_end()
+        if self._slurm is None or self._asked_to_stop or (latest := self._slurm.seen) is None:
+            return None
+        if latest.state == "PREEMPTED" or self._slurm.was_preempted():
+            return Interruption(f"another job took its nodes, {latest.nodes}")
+        # If a node is lost, its peers fail, and the job may end before SLURM notices that the node does not respond.
+        may_be_lost = latest.state == "FAILED" or (latest.state == "CANCELLED" and self._cancelled_at)
+        if latest.state not in _NODE_LOST and not may_be_lost:
+            return None
+        if failed := self._failed_nodes(latest.nodes):
+            return Interruption(f"{'node' if len(failed) == 1 else 'nodes'} {join_words(failed)} failed", tuple(failed))
+        return None if may_be_lost else Interruption(f"one of its nodes, {latest.nodes}, failed")
+
+    def _failed_nodes(self, nodes: str) -> list[str]:
+        """Return which of the job's nodes have failed, according to SLURM's messages or the nodes' present states."""
+        reported = {name for line in tail(self._log, 50) for name in _NODE_FAILURE.findall(line)}
+        failed = reported.intersection(hosts_in(nodes)) if reported else set()
+        return sorted(failed) or down_nodes(nodes)
 
     def cause(self) -> str:
         """Return why the attempt failed: SLURM's reason if SLURM ended it, or the error of the first failed rank."""

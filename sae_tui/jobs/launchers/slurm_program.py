@@ -82,9 +82,14 @@ class SlurmProgram(SlurmAttempt):
 
     def _submit(self, batch: Path, argv: Sequence[str]) -> SlurmJob:
         write_own(batch, program_script(self._spec, argv))
+        return self._submit_script(batch)
+
+    def _submission(self, batch: Path, avoid: Sequence[str]) -> list[str]:
         save_s = self._settings.grace_s + SPARE_S
-        options = submission(self._spec, self._job.launch, self._job.name, self._log, batch, save_s)
-        return SlurmJob.submit(options, submitted(os.environ))
+        return submission(self._spec, self._job.launch, self._job.name, self._log, batch, save_s, avoid)
+
+    def _environment(self) -> Mapping[str, str]:
+        return submitted(os.environ)
 
     def _new_ranks(self) -> list[RemoteRank]:
         return [RemoteProgram(0, self._paths, self._spec.attempt, self._log)]

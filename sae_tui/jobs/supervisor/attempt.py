@@ -14,7 +14,7 @@ from sae_tui.jobs import named_python
 from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.gpus.idle import IdleWatch
-from sae_tui.jobs.launchers import launcher
+from sae_tui.jobs.launchers import launcher, requeues
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup, RankCommand
 from sae_tui.jobs.launchers.early_ranks import EarlyRanks
 from sae_tui.jobs.live import LiveRun
@@ -26,7 +26,7 @@ from sae_tui.jobs.supervisor.energy_meter import EnergyMeter
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.supervisor.signals import SAVE_S, Orders
-from sae_tui.jobs.supervisor_log import note, tolerate
+from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from sae_tui.policy import IDLE_S, read_policy
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.extras import OtherInterpreter, judged_by
@@ -47,7 +47,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import duration
+from trainer.contract.wording import duration, plural
 
 if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
@@ -327,6 +327,8 @@ class AttemptRunner:
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
+        if again := self._interrupted(attempt, requests):
+            return again
         # Hung ranks may have saved and stopped when they were terminated, although no user asked them to stop.
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
@@ -342,6 +344,20 @@ class AttemptRunner:
             return Outcome(self._ending(JobState.STOPPED, "was killed on request before it had saved", attempt))
         cause = attempt.cause() if hangs or not self._given_up else self._given_up
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
+
+    def _interrupted(self, attempt: Attempt, requests: set[str]) -> Outcome | None:
+        """Return an outcome that queues the job again if a cluster took its nodes or a node failed, otherwise None."""
+        if requests or self._killed or attempt.codes == {EXIT_FINISHED} or self._is_complete():
+            return None
+        if (interruption := attempt.interruption()) is None:
+            return None
+        before = len(requeues.before(self._paths, self._job.attempt))
+        if before >= self._launch.max_requeues:
+            limit = f"; it was already queued again {plural(before, 'time')} (launch.max_requeues)" if before else ""
+            return Outcome(self._ending(JobState.FAILED, interruption.reason + limit, attempt))
+        with tolerate_disk("recording why it is queued again"):
+            requeues.record(self._paths, self._job.attempt, interruption)
+        return Outcome(self._ending(JobState.FAILED, interruption.reason, attempt), requeued=True)
 
     def _is_complete(self) -> bool:
         """Return whether training had written all its output before the ranks were stopped."""

@@ -55,6 +55,8 @@ class ProgramRunner(AttemptRunner):
             return Outcome(stopped, paused=requests == {"pause"})
         if code in (self._settings.requeue_on or ()):
             return Outcome(self._ending(JobState.FAILED, attempt.cause(), attempt), requeued=True)
+        if again := self._interrupted(attempt, requests):
+            return again
         if cut_short := self._program.was_cut_short:
             return Outcome(self._ending(JobState.STOPPED, cut_short, attempt))
         if code == 0:

@@ -9,6 +9,7 @@ import pytest
 from sae_tui.jobs.launchers import trial
 from trainer.contract.settings.job_file import parse_job
 
+GRES = "launch.gpus or launch.sbatch_options (--gres)"
 SETTINGS = "launch.nodes, launch.gpus or launch.sbatch_options"
 
 
@@ -34,8 +35,8 @@ def test_slurm_is_asked_with_the_jobs_options_and_its_answer_is_shown(tmp_path, 
 @pytest.mark.parametrize(
     ("lines", "setting"),
     [
-        ("sbatch: error: invalid partition specified: gpu\nallocation failure: Invalid partition name specified", "launch.partition"),
-        ("sbatch: error: Invalid generic resource (gres) specification", "launch.gpus or launch.sbatch_options (--gres)"),
+        ("sbatch: error: invalid partition: x\nallocation failure: Invalid partition name specified", "launch.partition"),
+        ("sbatch: error: Invalid generic resource (gres) specification", GRES),
         ("allocation failure: Invalid account or account/partition combination specified", "launch.account"),
         ("allocation failure: Requested time limit is invalid (missing or exceeds some limit)", "launch.time_limit"),
         ("allocation failure: Invalid qos specification", "launch.sbatch_options (--qos)"),

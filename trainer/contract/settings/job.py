@@ -439,6 +439,14 @@ class Launch(msgspec.Struct, frozen=True):
         | None
     ) = None
     max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
+    max_requeues: Annotated[
+        int,
+        about(
+            "SLURM: how often in a row a job is queued again after a node failure or a preemption.",
+            advanced=True,
+            ge=0,
+        ),
+    ] = 10
     priority: Annotated[int, about("Jobs with a higher priority start first.", advanced=True, ge=-100, le=100)] = 0
     share: Annotated[
         bool, about("Shares GPUs with other jobs and users if there is enough memory for all.", advanced=True)

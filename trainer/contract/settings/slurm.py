@@ -24,7 +24,7 @@ _OWN = {
     "--output": "the run's own logs",
     "--error": "the run's own logs",
     "--signal": "the run itself, to save before the time limit",
-    "--requeue": "launch.max_restarts",
+    "--requeue": "launch.max_requeues",
     "--job-name": "name",
     "--chdir": "the launcher",
     "--open-mode": "the run's own logs",
