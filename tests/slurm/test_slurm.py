@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -289,3 +290,48 @@ def test_after_a_node_failure_a_job_resumes_on_another_node(submission, cluster)
         )
     finally:
         cluster.command("scontrol", "update", "nodename=n1,n2", "state=resume")
+
+
+@pytest.mark.slow
+def test_an_array_is_one_slurm_array_whose_tasks_are_separate_jobs(submission, cluster, monkeypatch) -> None:
+    asked = cluster.folder / "asked"
+    asked.unlink(missing_ok=True)
+    monkeypatch.setenv("PATH", str(recording_sbatch(cluster.folder, asked)), prepend=":")
+    one = submission(nodes=1)
+    jobs = [(msgspec.structs.replace(one.job, name=f"job {index}"), Placement("cpu", (), 1)) for index in range(4)]
+    ids = launching.launch_all(one.data, jobs, gpu_source="none", as_array=True, at_once=2)
+
+    def states() -> list[JobState]:
+        return [one.control.job(job_id).state for job_id in ids]
+
+    def told(job_id: int) -> list[str]:
+        return [event.message for event in one.control.events(job_id)]
+
+    one.until(lambda: [one.control.job(job_id).step > 0 for job_id in ids] == [True, True, False, False])
+    assert [word for word in asked.read_text().split() if word.startswith("--array")] == ["--array=0-3%2"]
+    tasks = [(one.data.run(job_id).attempt(1) / "slurm_job").read_text() for job_id in ids]
+    array = tasks[0].removesuffix("_0")
+    assert tasks == [f"{array}_{index}" for index in range(4)]
+    one.until(lambda: "waits in SLURM: JobArrayTaskLimit" in told(ids[3]))
+    edits.stop(one.data, ids[2])
+    edits.stop(one.data, ids[0])
+    one.until(lambda: states()[0] == states()[2] == JobState.STOPPED)
+    # Stopping one task does not concern the others, and lets the next task start.
+    one.until(lambda: one.control.job(ids[3]).step > 0)
+    assert one.control.job(ids[1]).state == JobState.RUNNING
+    assert any(one.data.run(ids[0]).checkpoints.iterdir())
+    assert f"is SLURM job {array}_3" in told(ids[3])
+    # A task that is cancelled from outside ends only its own job, which saves.
+    cluster.command("scancel", f"{array}_1")
+    one.until(lambda: states()[1] == JobState.STOPPED)
+    assert states()[3] == JobState.RUNNING
+    edits.stop(one.data, ids[3])
+    one.until(lambda: states()[3] == JobState.STOPPED)
+
+
+def recording_sbatch(folder: Path, asked: Path) -> Path:
+    """Return a folder with an sbatch that records its arguments and then runs the real one."""
+    (program := folder / "bin" / "sbatch").parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec {shutil.which("sbatch")} "$@"\n')
+    program.chmod(0o755)
+    return program.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.supervisor_log import note
+from trainer.contract.json_file import read_json, write_json
+from trainer.contract.locks import FileLock
 from trainer.contract.settings.declare import show
 from trainer.contract.trust import open_own
 
@@ -43,6 +46,35 @@ class SlurmError(OSError):
     """Raised when SLURM reports an error; contains SLURM's own message."""
 
 
+class _Look(msgspec.Struct):
+    """An answer of squeue, and when it was given, in seconds since the epoch."""
+
+    at: float
+    answer: str
+
+
+class SharedLooks:
+    """The last answer of squeue about all tasks of an array, shared by the supervisors of the array's jobs.
+
+    Otherwise, the supervisors of 100 jobs would ask the controller 67 times per second.
+    """
+
+    def __init__(self, folder: Path, array_id: str) -> None:
+        self._file = folder / f"slurm-{array_id}.json"
+        # The supervisor that holds this lock asks squeue.
+        self.lock = FileLock(folder / f"slurm-{array_id}.lock")
+
+    def recent(self) -> str | None:
+        """Return the last answer, or None if it is too old."""
+        look = read_json(self._file, _Look)
+        return look.answer if look and 0 <= time.time() - look.at < LOOK_EVERY_S else None
+
+    def write(self, answer: str) -> None:
+        if answer.strip():
+            with contextlib.suppress(OSError):
+                write_json(self._file, _Look(time.time(), answer))
+
+
 class SlurmJob:
     """A submitted SLURM job; `seen` is its last known state, or None before the controller has responded."""
 
@@ -51,6 +83,7 @@ class SlurmJob:
         self.seen: Seen | None = None
         self._look: subprocess.Popen[str] | None = None
         self._begun, self._unknown = 0.0, 0
+        self._shared: SharedLooks | None = None
 
     @classmethod
     def submit(cls, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> SlurmJob:
@@ -80,24 +113,57 @@ class SlurmJob:
             raise SlurmError(f"{file} contains no SLURM job id; cancel the job that squeue shows, then remove the file")
         return cls(slurm_id)
 
+    def share_looks(self, folder: Path) -> None:
+        """If this is a task of an array, share squeue's answers with the other tasks through files in `folder`."""
+        if "_" in self.id:
+            self._shared = SharedLooks(folder, self.id.partition("_")[0])
+
     def look(self) -> bool:
         """Query the job's state without waiting for the controller; return whether the state has changed."""
         now = time.monotonic()
         if self._look is None:
             if now - self._begun < LOOK_EVERY_S or (self.seen and self.seen.is_over):
                 return False
+            if self._shared and (answer := self._shared.recent()) is not None:
+                self._begun = now
+                return self._take(line_of(answer, self.id), "")
+            if self._shared and not self._shared.lock.acquire():
+                return False
             self._begun = now
             with contextlib.suppress(OSError):
-                self._look = _popen(["squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T|%r|%N"])
+                self._look = _popen(self._question())
         if self._look is None:
-            return False
+            return self._answered()
         if self._look.poll() is None:
             if now - self._begun > TIMEOUT_S:
                 self._look.kill()
             return False
         answer, failure = self._look.communicate()
         self._look = None
+        if self._shared:
+            self._answered(answer)
+            answer = line_of(answer, self.id)
         return self._take(answer, failure)
+
+    def _question(self) -> list[str]:
+        """Return the squeue command, which for a task asks about all tasks of its array."""
+        whole, is_task, _ = self.id.partition("_") if self._shared else (self.id, "", "")
+        return [
+            "squeue",
+            "-h",
+            "-t",
+            "all",
+            "-j",
+            whole,
+            *(["-r", "-o", "%i|%T|%r|%N"] if is_task else ["-o", "%T|%r|%N"]),
+        ]
+
+    def _answered(self, answer: str = "") -> bool:
+        """Share squeue's answer, if there is one, and let another task ask next; return False."""
+        if self._shared:
+            self._shared.write(answer)
+            self._shared.lock.release()
+        return False
 
     def _take(self, answer: str, failure: str) -> bool:
         if not answer.strip():
@@ -112,12 +178,23 @@ class SlurmJob:
 
     def cancel(self, *options: str) -> bool:
         """Cancel the job with these scancel options; return False if the controller does not accept the request."""
+        if "_" in self.id and (self.seen is None or self.seen.state == "PENDING"):
+            # With options, such as --state=PENDING, scancel would cancel all pending tasks of the array.
+            options = ()
         try:
             run_slurm(["scancel", *options, self.id])
         except SlurmError as error:
             note(f"scancel {self.id}: {error}")
             return False
         return True
+
+    def is_gone(self) -> bool:
+        """Return whether the job has ended, or is unknown to SLURM; wait for SLURM's response."""
+        try:
+            state = run_slurm(["squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T"]).strip()
+        except SlurmError as error:
+            return "Invalid job id" in str(error)
+        return not state or state in _OVER
 
     def was_preempted(self) -> bool:
         """Return whether SLURM has chosen the job for preemption; if it saved in time, its final state is COMPLETED."""
@@ -134,8 +211,17 @@ class SlurmJob:
 
 
 def _is_id(word: str) -> bool:
-    """Return whether a string is a job number; scancel could interpret other strings as options or as other jobs."""
-    return word.isascii() and word.isdigit()
+    """Return whether a string is the number of a job or of an array's task, such as `123_4`.
+
+    scancel could interpret other strings as options or as other jobs.
+    """
+    return re.fullmatch("[0-9]+(_[0-9]+)?", word) is not None
+
+
+def line_of(answer: str, task: str) -> str:
+    """Return the state of a task like `123_4` from squeue's lines for all tasks, or "" if there is none."""
+    lines = (line.partition("|") for line in answer.splitlines())
+    return next((rest for name, _, rest in lines if name.strip() == task), "")
 
 
 def hosts_in(nodes: str) -> list[str]:

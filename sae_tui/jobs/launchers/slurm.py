@@ -20,6 +20,7 @@ from sae_tui.jobs.launchers.ranks import RankStates
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.requeues import Interruption, failed_nodes
 from sae_tui.jobs.launchers.sbatch import script, submission
+from sae_tui.jobs.launchers.slurm_array import BATCH_FILE, ID_FILE, submit_in_array
 from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole
@@ -34,7 +35,6 @@ KILL_AFTER_S = 5.0
 ENDS_ITSELF_S = 15.0
 # How long the last data written by a node may take to become visible on a network file system.
 WORDS_S = 5.0
-_ID_FILE = "slurm_job"
 _NODE_LOST = ("BOOT_FAIL", "NODE_FAIL")
 _NODE_FAILURE = re.compile(r"Node failure on ([\w.-]+)")
 _REASONS = {
@@ -51,7 +51,7 @@ _REASONS = {
 def cancel_left_behind(folder: Path) -> None:
     """Cancel the SLURM job for an attempt whose supervisor has exited; `folder` is the attempt's folder."""
     try:
-        SlurmJob.read(folder / _ID_FILE).cancel()
+        SlurmJob.read(folder / ID_FILE).cancel()
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
@@ -63,8 +63,9 @@ class SlurmAttempt(RankStates[RemoteRank]):
 
     _what = "its ranks are"
     _near_limit = "it saves and stops"
-    # SLURM's states for a job that was stopped on request before its ranks started.
-    _stopped_states: tuple[str, ...] = ("CANCELLED",)
+    # SLURM's states for a job that was stopped on request before its ranks started. SLURM forgets an array's task that
+    # is cancelled while it is pending.
+    _stopped_states: tuple[str, ...] = ("CANCELLED", "UNKNOWN")
 
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
@@ -97,18 +98,48 @@ class SlurmAttempt(RankStates[RemoteRank]):
         Raise `OSError` if SLURM refuses the job. SLURM allocates the GPUs, so the ranks inherit no locks.
         """
         argv = self._command(write_spec(self._spec))
-        id_file = self._folder / _ID_FILE
-        if id_file.exists():
-            self._slurm = SlurmJob.read(id_file)
-        else:
-            self._slurm = self._submit(self._folder / "job.sbatch", argv)
-            self._remember(id_file, self._slurm)
+        id_file, batch = self._folder / ID_FILE, self._folder / BATCH_FILE
+        is_first_start = not batch.exists()
+        write_own(batch, self._script(argv))
+        self._slurm = SlurmJob.read(id_file) if id_file.exists() else None
+        if self._slurm and is_first_start and self._slurm.is_gone():
+            # It was submitted with its array, but its task did not wait for this supervisor any longer.
+            id_file.unlink()
+            self._slurm = None
+        if self._slurm is None:
+            self._slurm = self._submit(batch)
+            if not id_file.exists():
+                self._remember(id_file, self._slurm)
+        self._slurm.share_looks(self._paths.root.parent.parent / "locks")
+        if is_first_start:
+            self._tell("slurm", f"is SLURM job {self._slurm.id}")
         self.ranks = self._new_ranks()
 
-    def _submit(self, batch: Path, argv: Sequence[str]) -> SlurmJob:
-        """Write the batch script, which runs `argv` for each rank, and submit it."""
-        write_own(batch, script(self._spec, self._job.launch, argv))
-        return self._submit_script(batch)
+    def _script(self, argv: Sequence[str]) -> str:
+        """Return the batch script, which runs `argv` for each rank."""
+        return script(self._spec, self._job.launch, argv)
+
+    def _submit(self, batch: Path) -> SlurmJob:
+        """Submit the batch script, in one SLURM job array with the other jobs of this job's array."""
+        spec = self._spec
+        if spec.control_db is None or spec.job_id is None:
+            return self._submit_script(batch)
+
+        def alone() -> SlurmJob:
+            return self._submit_script(batch)
+
+        return submit_in_array(spec.control_db, spec.job_id, self._paths, alone, self._submit_array)
+
+    def _submit_array(self, batch: Path, options: Sequence[str]) -> SlurmJob:
+        """Submit the script of a SLURM job array; its tasks write to their jobs' own logs."""
+        first, *others, file = self._submission(batch, ())
+        log = f"--output={self._paths.logs / 'slurm-array.log'}".replace("%", "%%")
+        kept = [word for word in others if not word.startswith(("--output=", "--job-name="))]
+        try:
+            return SlurmJob.submit([first, *kept, log, *options, file], self._environment())
+        except SlurmError as error:
+            self._tell("slurm", f"is submitted without its array, so --at-once has no effect: {error}", "warning")
+            raise
 
     def _submit_script(self, batch: Path) -> SlurmJob:
         """Submit a batch script to nodes that have not failed, or to any nodes if there are too few others."""
@@ -141,7 +172,6 @@ class SlurmAttempt(RankStates[RemoteRank]):
         except OSError:
             slurm.cancel()
             raise
-        self._tell("slurm", f"is SLURM job {slurm.id}")
 
     def wait(self, timeout_s: float) -> list[Rank]:
         """Wait up to `timeout_s` seconds; return the ranks that have started or ended."""

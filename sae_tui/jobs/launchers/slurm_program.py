@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.launchers.base import AttemptSetup
-from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import program_script, submission
 from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from sae_tui.jobs.supervisor_log import tolerate_disk
-from trainer.contract.files import write_own, write_whole
+from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.command import CommandJob
 
@@ -70,7 +69,7 @@ class SlurmProgram(SlurmAttempt):
     _processes, _what = "its program", "its program is"
     _near_limit = "its program is asked to stop"
     # If the batch job receives the stop signal before its Python process handles signals, the signal ends the job.
-    _stopped_states = ("CANCELLED", "FAILED")
+    _stopped_states = ("CANCELLED", "FAILED", "UNKNOWN")
 
     def __init__(self, setup: AttemptSetup) -> None:
         assert isinstance(setup.config, CommandJob)
@@ -80,9 +79,8 @@ class SlurmProgram(SlurmAttempt):
         self._stopping_since: float | None = None
         self._ending_since: float | None = None
 
-    def _submit(self, batch: Path, argv: Sequence[str]) -> SlurmJob:
-        write_own(batch, program_script(self._spec, argv))
-        return self._submit_script(batch)
+    def _script(self, argv: Sequence[str]) -> str:
+        return program_script(self._spec, argv)
 
     def _submission(self, batch: Path, avoid: Sequence[str]) -> list[str]:
         save_s = self._settings.grace_s + SPARE_S

@@ -230,12 +230,12 @@ class Claims:
         return f"its time limit is {duration(limit_s)}, but the policy allows only {duration(most_s)} now"
 
     def _array_obstacle(self, job: Job) -> str:
-        if job.array is None or not job.array_limit:
+        if job.array is None or not job.queue_limit:
             return ""
-        if (active := self._active[job.array]) >= job.array_limit:
-            return limit_of_array(job.array, active, job.array_limit)
+        if (active := self._active[job.array]) >= job.queue_limit:
+            return limit_of_array(job.array, active, job.queue_limit)
         waiting = self._waiting[job.array]
-        return f"job {waiting[0]} is ahead in the queue" if active + len(waiting) >= job.array_limit else ""
+        return f"job {waiting[0]} is ahead in the queue" if active + len(waiting) >= job.queue_limit else ""
 
     def _user_obstacle(self, job: Job) -> str:
         most, held = self._limits.gpus_per_user, len(self._held[job.user])

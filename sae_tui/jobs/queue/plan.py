@@ -101,7 +101,7 @@ class QueuePlan:
         return others
 
     def _is_in_line(self, job: Job, attended: dict[str, bool]) -> bool:
-        if job.state != JobState.QUEUED or job.held or not (job.gpus_wanted or job.array_limit):
+        if job.state != JobState.QUEUED or job.held or not (job.gpus_wanted or job.queue_limit):
             return False
         if job.user not in attended:
             attended[job.user] = is_attended(self._data, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 
 import msgspec
@@ -11,6 +12,7 @@ from sae_tui.jobs.record import write_record
 from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -29,6 +31,10 @@ def conclude(
     with tolerate_disk(f"writing {paths.exit_file}"):
         write_ending(paths.exit_file, ending)
     row = _row_at(control, job, ending)
+    backend = LAUNCH_BACKENDS.get(job.backend)
+    if job.state == JobState.QUEUED and backend and backend.cancel:
+        # The job may have been submitted to the cluster with its array, before its own supervisor started.
+        pkgutil.resolve_name(backend.cancel)(paths.attempt(job.attempt + 1))
     write_record(paths, row)
     release()
     if not control.transition(job.id, ending.state, **ending.fields()):

@@ -71,7 +71,7 @@ def test_a_job_that_slurm_no_longer_knows_about_counts_as_over(program) -> None:
     assert state.is_over
 
 
-@pytest.mark.parametrize("left", ["--user=ann", "7 8", "٧", "", "7_1"])
+@pytest.mark.parametrize("left", ["--user=ann", "7 8", "٧", "", "7_", "7_1-3"])
 def test_an_invalid_job_number_is_never_passed_to_scancel(program, tmp_path, left) -> None:
     program("scancel", f"touch {tmp_path}/asked")
     (tmp_path / "slurm_job").write_text(left)
@@ -95,3 +95,27 @@ def test_the_job_id_is_read_from_sbatch_output_and_a_refusal_is_reported(program
         SlurmJob.submit(["sbatch"])
     with pytest.raises(SlurmError, match="nowhere cannot be started: No such file"):
         SlurmJob.submit(["nowhere"])
+
+
+def test_the_tasks_of_an_array_share_one_query_and_each_reads_its_own_line(program, tmp_path, monkeypatch) -> None:
+    lines = "7_0|RUNNING|None|n1\n7_1|PENDING|JobArrayTaskLimit|\n7_10|FAILED|None|n3"
+    program("squeue", f'echo "$@" >> {tmp_path}/asked\nprintf "{lines}"')
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 60.0)
+    jobs = [SlurmJob(f"7_{task}") for task in (0, 1, 10, 4)]
+    for job in jobs:
+        job.share_looks(tmp_path / "locks")
+        job._begun = -60.0
+        while not (job.seen or job._unknown):
+            job.look()
+    assert (tmp_path / "asked").read_text() == "-h -t all -j 7 -r -o %i|%T|%r|%N\n"
+    running, pending = Seen("RUNNING", "None", "n1"), Seen("PENDING", "JobArrayTaskLimit")
+    assert [job.seen for job in jobs] == [running, pending, Seen("FAILED", "None", "n3"), None]
+
+
+def test_cancelling_a_pending_task_never_uses_a_filter_that_would_cancel_the_whole_array(program, tmp_path) -> None:
+    program("scancel", f'echo "$@" >> {tmp_path}/asked')
+    for name, state in (("7_1", "PENDING"), ("7_2", "RUNNING"), ("8", "PENDING")):
+        job = SlurmJob(name)
+        job.seen = Seen(state)
+        job.cancel("--state=PENDING")
+    assert (tmp_path / "asked").read_text().splitlines() == ["7_1", "--state=PENDING 7_2", "--state=PENDING 8"]

@@ -35,7 +35,7 @@ def test_slurm_is_asked_with_the_jobs_options_and_its_answer_is_shown(tmp_path, 
 @pytest.mark.parametrize(
     ("lines", "setting"),
     [
-        ("sbatch: error: invalid partition: x\nallocation failure: Invalid partition name specified", "launch.partition"),
+        ("sbatch: error: no\nallocation failure: Invalid partition name specified", "launch.partition"),
         ("sbatch: error: Invalid generic resource (gres) specification", GRES),
         ("allocation failure: Invalid account or account/partition combination specified", "launch.account"),
         ("allocation failure: Requested time limit is invalid (missing or exceeds some limit)", "launch.time_limit"),

@@ -449,10 +449,10 @@ def _refuse_beyond_limits(db: sqlite3.Connection, job: Job, n_gpus: int, most_gp
     held = db.execute(_HELD, (job.host, job.user, job.id)).fetchone()[0] if n_gpus and most_gpus is not None else 0
     if most_gpus is not None and n_gpus and held + n_gpus > most_gpus:
         raise LeaseConflict(limit_of_user(job.user, held, most_gpus, n_gpus))
-    if job.array is not None and job.array_limit:
+    if job.array is not None and job.queue_limit:
         active = db.execute(_ACTIVE_IN_ARRAY, (job.array, job.id)).fetchone()[0]
-        if active >= job.array_limit:
-            raise LeaseConflict(limit_of_array(job.array, active, job.array_limit))
+        if active >= job.queue_limit:
+            raise LeaseConflict(limit_of_array(job.array, active, job.queue_limit))
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:

@@ -121,6 +121,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     machine_id: str | None = None
 
     @property
+    def queue_limit(self) -> int | None:
+        """How many jobs of its array this machine's queue may start; a cluster's scheduler limits its own arrays."""
+        return self.array_limit if self.backend == "local" else None
+
+    @property
     def takes_slices(self) -> bool:
         """Whether the job can use MIG slices as GPUs.
 
