@@ -145,10 +145,18 @@ def _reason(best: Settled, ways: list[Settled], place: PlannedResources) -> str:
         return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that each rank may use"
     next_best = min((way for way in others if way.fits), key=lambda way: way.time.with_dead_s)
     times = next_best.time.with_dead_s / best.time.with_dead_s
-    speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"
+    speed = _sent(next_best, place.speeds)
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
     gain = f"{times:.1f}× less time than" if times >= LEAST_GAIN else "about as fast as"
     return f"{choice}: {gain} {_name_of(next_best)} (which sends {speed}{assumed})"
+
+
+def _sent(way: Settled, speeds: Speeds) -> str:
+    """Return how much a rank or, on several nodes, a node sends in a step, and at which speed."""
+    wire = step_time.wire_of(way.work, speeds.nodes)
+    if speeds.nodes > 1:
+        return f"{gibibytes(wire.node_bytes)} per step from each node at {rate(speeds.node_bytes_per_s)}"
+    return f"{gibibytes(wire.n_bytes)} per step at {rate(speeds.bus_bytes_per_s)}"
 
 
 def _name_of(way: Settled) -> str:

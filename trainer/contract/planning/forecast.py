@@ -74,7 +74,7 @@ def settle_on(
     The job is planned to fit into the free memory or, if that is impossible, into the total memory. `memory_of` is the
     device whose memory is estimated, if it differs from the ranks' device.
     """
-    speeds = box.speeds(work.device_name, work.precision, work.ranks)
+    speeds = box.speeds(work.device_name, work.precision, work.ranks, work.nodes)
     asked = work.job.parallel.mode
     # On one device, the mode is always `single`; a requested mode applies only to several devices.
     mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not can_share(work) else asked

@@ -6,6 +6,7 @@ Until a speed has been measured, published figures are used.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,6 +57,9 @@ _CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S = 50e9, 8e9, 1.5e9, 3e-4
 # Bytes/s over PCIe with peer-to-peer transfers, bytes/s for transfers through host memory (as on GeForce GPUs), and
 # latency.
 _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
+# Bytes/s that a GPU node and a CPU node send to other nodes (80 % of 100 Gb/s and of 10 Gb/s), and the latency of an
+# exchange between nodes.
+_NODE_LINK, _CPU_NODE_LINK, _NODE_LATENCY_S = 10e9, 1e9, 50e-6
 # The speed of matmuls relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
@@ -90,6 +94,11 @@ class Speeds(msgspec.Struct, frozen=True):
     bus_bytes_per_s: float
     latency_s: float
     is_measured: bool = False
+    # The number of nodes, the bytes/s that a node sends to other nodes, for all its ranks together, and the latency of
+    # an exchange between nodes. With several nodes, `bus_bytes_per_s` and `latency_s` refer to the ranks in a node.
+    nodes: int = 1
+    node_bytes_per_s: float = math.inf
+    node_latency_s: float = 0.0
 
 
 class DeviceSpeeds(msgspec.Struct, frozen=True):
@@ -112,20 +121,26 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
     # Speeds by device name. The file has the key `cards`, as in earlier versions.
     devices: dict[str, DeviceSpeeds] = msgspec.field(default_factory=dict, name="cards")
     buses: dict[str, Bus] = {}
+    # By device name: the speed of a node's link to other nodes, for all its ranks together.
+    node_links: dict[str, Bus] = {}
     # Whether GPU-to-GPU transfers hung or failed although transfers through host memory worked.
     peers_fail: bool = False
 
-    def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
+    def speeds(self, device: str, precision: str, ranks: int, nodes: int = 1) -> Speeds:
         """Return the speeds of `ranks` devices with this name; unmeasured speeds are derived from published figures."""
-        assumed = assumed_speeds(device, precision)
-        speeds, bus = self.devices.get(device), self.buses.get(f"{device} x{ranks}")
-        measured = speeds is not None and precision in speeds.flops_per_s and (ranks == 1 or bus is not None)
+        assumed, on_node = assumed_speeds(device, precision, nodes), max(1, ranks // nodes)
+        speeds, bus, link = self.devices.get(device), self.buses.get(f"{device} x{on_node}"), self.node_links.get(device)
+        measured = speeds is not None and precision in speeds.flops_per_s and (on_node == 1 or bus is not None)
+        measured = measured and (nodes == 1 or link is not None)
         return Speeds(
             speeds.flops_per_s.get(precision, assumed.flops_per_s) if speeds else assumed.flops_per_s,
             speeds.memory_bytes_per_s if speeds else assumed.memory_bytes_per_s,
             bus.bytes_per_s if bus else assumed.bus_bytes_per_s,
             bus.latency_s if bus else assumed.latency_s,
             measured,
+            nodes,
+            link.bytes_per_s if link and nodes > 1 else assumed.node_bytes_per_s,
+            link.latency_s if link and nodes > 1 else assumed.node_latency_s,
         )
 
     def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> MeasuredHardware:
@@ -133,8 +148,12 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
         known = self.devices.get(device)
         flops = (known.flops_per_s if known else {}) | {precision: speeds.flops_per_s}
         devices = self.devices | {device: DeviceSpeeds(flops, speeds.memory_bytes_per_s)}
-        bus = {f"{device} x{ranks}": Bus(speeds.bus_bytes_per_s, speeds.latency_s)} if ranks > 1 else {}
-        return msgspec.structs.replace(self, devices=devices, buses=self.buses | bus)
+        on_node = max(1, ranks // speeds.nodes)
+        bus = {f"{device} x{on_node}": Bus(speeds.bus_bytes_per_s, speeds.latency_s)} if on_node > 1 else {}
+        link = {device: Bus(speeds.node_bytes_per_s, speeds.node_latency_s)} if speeds.nodes > 1 else {}
+        return msgspec.structs.replace(
+            self, devices=devices, buses=self.buses | bus, node_links=self.node_links | link
+        )
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
@@ -161,8 +180,16 @@ def usual_capability(name: str) -> tuple[int, int]:
     return (6, 0) if _OLDER.search(name) else BF16_FROM
 
 
-def assumed_speeds(device: str, precision: str) -> Speeds:
+def assumed_speeds(device: str, precision: str, nodes: int = 1) -> Speeds:
     """Return the speeds to expect from published figures for this GPU, or for a typical GPU if the name is unknown."""
+    one = _assumed_on_a_node(device, precision)
+    if nodes == 1:
+        return one
+    link = _CPU_NODE_LINK if device == CPU else _NODE_LINK
+    return msgspec.structs.replace(one, nodes=nodes, node_bytes_per_s=link, node_latency_s=_NODE_LATENCY_S)
+
+
+def _assumed_on_a_node(device: str, precision: str) -> Speeds:
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     tflops, gigabytes, nvlink = _published(device)

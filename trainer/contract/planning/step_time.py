@@ -6,6 +6,8 @@ them with real steps. Sizes are per rank and step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from trainer.contract.planning import activation_memory, first_look, graph_capture, latent_capacity, memory
@@ -72,16 +74,58 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """A rank's communication in a step: the bytes that the rank sends, and how often it waits for other ranks."""
+    """A rank's communication in a step: the bytes that the rank sends, and how often it waits for other ranks.
+
+    `node_bytes` is the number of bytes that all ranks of a node send to other nodes, and `node_waits` how often a rank
+    waits for other nodes.
+    """
 
     n_bytes: float
     n_waits: int
+    node_bytes: float = 0.0
+    node_waits: int = 0
+
+    def seconds(self, speeds: Speeds) -> float:
+        """Return the time for this communication; exchanges in a node and between nodes run at the same time."""
+        transfers_s = max(self.n_bytes / speeds.bus_bytes_per_s, self.node_bytes / speeds.node_bytes_per_s)
+        inner = self.n_waits - self.node_waits
+        return transfers_s + inner * speeds.latency_s + self.node_waits * max(speeds.latency_s, speeds.node_latency_s)
+
+
+class _Exchange(msgspec.Struct, frozen=True):
+    """A kind of exchange in a step, in groups of `size` ranks whose numbers differ by `stride`.
+
+    `n_bytes` is what each rank sends in a ring. `sums` means an all-reduce, for which NCCL and our own groups send less
+    between nodes than a ring over all ranks: they first sum inside each node.
+    """
+
+    size: int
+    stride: int
+    n_bytes: float
+    n_waits: int
+    sums: bool = False
+
+    def on(self, ranks: int, nodes: int) -> Wire:
+        """Return this communication on nodes with the same number of consecutive ranks each."""
+        on_node = ranks / nodes
+        here = self._ranks_on_node(on_node)
+        if here >= self.size or nodes == 1:
+            return Wire(self.n_bytes, self.n_waits)
+        spanned, rings = self.size / here, on_node / here
+        ring, between = (self.size - 1) / self.size, (spanned - 1) / spanned
+        n_bytes = self.n_bytes * rings * (between / ring if self.sums else 1.0)
+        return Wire(self.n_bytes, self.n_waits, n_bytes, self.n_waits)
+
+    def _ranks_on_node(self, on_node: float) -> float:
+        """Return how many ranks of a group are on a node; if nodes cut groups unevenly, some groups are cut in half."""
+        if self.size * self.stride <= on_node:
+            return self.size if on_node % (self.size * self.stride) == 0 else max(1.0, self.size / 2)
+        return max(1.0, on_node / self.stride)
 
 
 def step_time(work: Workload, speeds: Speeds) -> StepTime:
     """Return the expected step time for a job with its mode resolved, on ranks of equal speed."""
-    wire = wire_of(work)
-    exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
+    exchange_s = sum(wire.seconds(speeds) for wire in _wires(work, speeds.nodes))
     of_ranks, made_s = [], 0.0 if work.model_gpus else source_s(work, speeds)
     for saes in work.members_by_rank[: work.ranks if work.mode == "sweep" else 1]:
         passes = [_passes_s(work, one.sae, speeds) + _skip_s(work, one.sae, speeds) for one in saes.values()]
@@ -162,40 +206,50 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
     return StepTime(busy.passes_s + host.passes_s, busy.update_s + host.update_s, busy.exchange_s)
 
 
-def wire_of(work: Workload) -> Wire:
-    """Return how many bytes a rank sends in a step, and how often it waits for other ranks.
+def wire_of(work: Workload, nodes: int = 1) -> Wire:
+    """Return how many bytes a rank and a node send in a step, and how often a rank waits for others.
 
     Ranks with the same latents exchange gradients once per step. Ranks sharding the latents exchange candidates and
     reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n times the bytes that it sums.
     """
-    wires = [_wire_of_one(work, one) for one in work.members.values()]
-    return Wire(sum(one.n_bytes for one in wires), sum(one.n_waits for one in wires) + (work.ranks > 1))
+    wires = _wires(work, nodes)
+    fields = ("n_bytes", "n_waits", "node_bytes", "node_waits")
+    return Wire(*(sum(getattr(wire, field) for wire in wires) for field in fields))
 
 
-def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
+def _wires(work: Workload, nodes: int) -> list[Wire]:
+    exchanges = [exchange for one in work.members.values() for exchange in _exchanges_of_one(work, one)]
+    if work.ranks > 1:
+        # In every step, all ranks agree on requests.
+        exchanges.append(_Exchange(work.ranks, 1, 0.0, 1, sums=True))
+    return [exchange.on(work.ranks, nodes) for exchange in exchanges]
+
+
+def _exchanges_of_one(work: Workload, member: JobConfig) -> Iterator[_Exchange]:
     sae, has_zero = member.sae, work.uses_zero(member.train)
     with_tokens, sharing = work.data_ranks, work.latent_ranks
-    n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if work.job.parallel.gradients == "bf16" else 4
         # The bytes received per value. If replicas share the optimizer step, they receive weights instead of gradients,
         # in fp32 or as 16-bit copies.
         back = (2 if activation_memory.exchanges_copies(work, member) else 4) if has_zero else of_value
         of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
-        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * of_latents
-        n_waits += 3 if has_zero else 1
+        n_bytes = _ring(with_tokens) / 2 * (of_value + back) * of_latents
+        # Consecutive ranks share latents, so ranks with the same latents are `sharing` ranks apart.
+        yield _Exchange(with_tokens, sharing, n_bytes, 3 if has_zero else 1, sums=not has_zero)
     # Each rank computes the skip connection's gradient from its own tokens.
-    n_bytes += _ring(with_tokens * sharing) * 4 * memory.n_skip(work, sae)
+    of_all = with_tokens * sharing
+    if of_all > 1:
+        yield _Exchange(of_all, 1, _ring(of_all) * 4 * memory.n_skip(work, sae), 0, sums=True)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
         # Reconstructions are summed in fp32; a GPU gathers their gradient in the matmul dtype.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
-        n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
+        n_bytes = _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
         # For each candidate, one byte is returned.
         candidates = tokens * activation_memory.candidates_of_token(work, sae)
         n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)
-        n_waits += 4 * work.micro_batches
-    return Wire(n_bytes, n_waits)
+        yield _Exchange(sharing, 1, n_bytes, 4 * work.micro_batches)
 
 
 def _ring(n: int) -> float:
@@ -244,9 +298,10 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     n_bytes = (
         work.product_bytes * tokens * (_AUXK_PASSES * n + _AUXK_ROW_PASSES * work.d_out) + _AUXK_BYTES * n * widths
     )
-    exchanged = _ring(sharing) * (work.product_bytes + 4) * n * widths / speeds.bus_bytes_per_s
-    waits = 3 * work.micro_batches * speeds.latency_s if sharing > 1 else 0.0
-    return flops / speeds.flops_per_s + n_bytes / speeds.memory_bytes_per_s + exchanged + waits
+    sent = _ring(sharing) * (work.product_bytes + 4) * n * widths
+    waits = 3 * work.micro_batches if sharing > 1 else 0
+    exchange_s = _Exchange(sharing, 1, sent, waits).on(work.ranks, speeds.nodes).seconds(speeds)
+    return flops / speeds.flops_per_s + n_bytes / speeds.memory_bytes_per_s + exchange_s
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:

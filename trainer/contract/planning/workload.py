@@ -60,6 +60,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return "ddp" if self.ranks > 1 else "single"
 
     @property
+    def nodes(self) -> int:
+        """The number of nodes on which a cluster's scheduler runs the job."""
+        return self.job.launch.nodes if self.job.cluster else 1
+
+    @property
     def model_gpus(self) -> int:
         """The number of separate GPUs that only run a language model; 0 while `auto` is not resolved."""
         asked = self.job.model_gpus
