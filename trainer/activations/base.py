@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.activations.permutation import Indices as Indices
 from trainer.activations.texts import Texts
+from trainer.contract.object_cache import RowCache
 from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.shards import Shard
 from trainer.contract.settings.sources import HoldOut
@@ -20,6 +21,8 @@ from trainer.parallel.group import Group
 
 # Inputs [n, d_in] and their targets [n, d_out]; for an SAE, both are the same tensor.
 Pair = tuple[Tensor, Tensor]
+# The first row of a range of rows, and the row after its last.
+Span = tuple[int, int]
 # Allocates memory for rows, given their count, width and dtype.
 Empty = Callable[[int, int, torch.dtype], Tensor]
 _IDENTIFYING_ROWS = 16
@@ -127,6 +130,12 @@ class IndexedSource(Source):
     split_sizes: Sequence[int] = ()
     # The number of neighbouring rows that stay together in a batch; more than 1 if the stored rows are shuffled.
     run: int = 1
+    # The first row of each shard; empty if the rows are not read in windows of shards. `shuffle_shards` is the number
+    # of shards in a window, or 0 if all rows are shuffled together.
+    shard_starts: Sequence[int] = ()
+    shuffle_shards: int = 0
+    # The caches that download rows from URLs.
+    caches: Sequence[RowCache] = ()
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
@@ -136,6 +145,13 @@ class IndexedSource(Source):
 
     def read_by_all_threads(self) -> None:
         """From now on, read with all of this process's threads, which would otherwise be idle on a rank with a GPU."""
+
+    def use_window(self, shuffle_shards: int, split_rows: int) -> None:
+        """Shuffle the rows of this many shards together, and hold out only some of the first `split_rows` rows."""
+        raise NotImplementedError
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Download the rows in these spans in this order if they are stored at a URL, and release all others."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainer.contract.files import open_plain
+from trainer.contract.object_paths import url_of
 from trainer.contract.settings.rows import NotRowsError, RowRange, choose_column, choose_tensor, rows_and_width
-from trainer.contract.settings.shards import TENSOR, ShardSet, shard_set
+from trainer.contract.settings.shards import TENSOR, ShardSet, inspect_objects, shard_set
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,6 +37,8 @@ _DEEPEST = 16
 
 def inspect(root: Path, files: Sequence[Path], field: str) -> ShardSet:
     """Return the shards at a data path; raise a `JobFileError` that names `field` if they cannot be read."""
+    if url_of(root):
+        return inspect_objects(root, field)
     return shard_set(root, files, field, read_rows)
 
 

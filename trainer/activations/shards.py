@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import shutil
@@ -16,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
+from trainer.activations.base import Empty, IndexedSource, Indices, Pair, Span, empty_rows
 from trainer.activations.side_by_side import Joined, SideBySide, matched
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem, UserError, first_line
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
+from trainer.contract.object_cache import RowCache, cache_limit, keep_columns
+from trainer.contract.object_paths import url_of
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
 from trainer.contract.settings.shards import DTYPE_BYTES, PLACE, TOKENS, Shard, ShardSet, numbers_in
 from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
@@ -48,7 +51,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class ShardCutError(UserError):
-    """Raised when a shard is truncated while it is being read."""
+    """Raised when a shard is truncated while it is being read, or can no longer be downloaded."""
 
 
 class Shards(IndexedSource):
@@ -65,6 +68,8 @@ class Shards(IndexedSource):
         weights: list[float] | None = None,
         hook: str | None = None,
         join: bool = False,
+        shuffle_shards: int | None = None,
+        cache_gb: float | None = None,
     ) -> None:
         settings = ShardSettings(path, target_path, weights, hook, join)
         self.d_in, self.d_out = settings.shape()[:2]
@@ -85,17 +90,41 @@ class Shards(IndexedSource):
             meta = _meta_of(self._target_sets)
             of_targets = {"hook_name": "hook_name_out", "output_module": "output_module_out", "mean": "mean_out"}
             self.meta |= {ours: meta.get(theirs) for theirs, ours in of_targets.items()}
+        self._cache_gb = cache_gb
         self._map(self._sets, self._target_sets)
 
     def _map(self, sets: list[ShardSet], targets: list[ShardSet] | None) -> None:
+        cache = self._cache([shard.file for one in (*sets, *(targets or ())) for shard in one.shards])
         self.texts, alone = _texts_of(sets, self.split_sizes), self.run == 1
         self.usual_hold_out = "texts" if self.texts else "rows" if self.run > 1 else "blocks"
-        self._inputs = _Mapped(sets, "data.path", alone=alone)
-        self._targets = None if targets is None else _Mapped(targets, self._target_field, alone=alone)
+        self._inputs = _Mapped(sets, "data.path", alone=alone, cache=cache)
+        self._targets = None if targets is None else _Mapped(targets, self._target_field, alone=alone, cache=cache)
+        self.shard_starts = self._inputs.starts if len(sets) == 1 else ()
+
+    def _cache(self, files: list[Path]) -> RowCache | None:
+        """Return the cache that downloads shards from URLs, or None if all shards are local files."""
+        for old in self.caches:
+            old.close()
+        files = [file for file in files if url_of(file)]
+        if not files:
+            return None
+        keep_columns(files, "data.path")
+        cache = RowCache(files, "data.path", cache_limit(self._cache_gb))
+        self.caches = [cache]
+        return cache
+
+    def use_window(self, shuffle_shards: int, split_rows: int) -> None:
+        self.shuffle_shards, self.split_sizes = shuffle_shards, [split_rows]
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        for cache in self.caches:
+            mapped = [self._inputs] if self._targets is None else [self._inputs, self._targets]
+            cache.want(list(dict.fromkeys(file for span in spans for one in mapped for file in one.files_of(span))))
 
     def continue_from(self, before: DataRecord) -> None:
         n = len(self._sets)
         self.split_sizes = [folder.split_rows for folder in before[:n]]
+        self.shuffle_shards = before[0].shuffle_shards
         targets = None if self._target_sets is None else _in_order(self._target_sets, before[n:])
         self._sets = _in_order(self._sets, before[:n])
         self._map(self._sets, targets)
@@ -154,7 +183,8 @@ class Shards(IndexedSource):
 class _Mapped:
     """The consecutively numbered rows of several sets of shards; with `alone`, rows are not read in runs."""
 
-    def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool) -> None:
+    def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool, cache: RowCache | None = None) -> None:
+        self._cache = cache
         self._shards = [shard for one in sets for shard in one.shards]
         contents = {file: _content(shard, field) for file, shard in {one.file: one for one in self._shards}.items()}
         if alone and sum(map(len, contents.values())) > machine_memory().total_bytes // 2:
@@ -169,6 +199,16 @@ class _Mapped:
         # The rows in `_mapped` as tensors, for reading with all threads.
         self._tensors: list[Tensor] = []
 
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each shard."""
+        return [int(start) for start in self._starts[:-1]]
+
+    def files_of(self, span: Span) -> list[Path]:
+        """Return the files with the rows of a span."""
+        first, last = np.searchsorted(self._starts, span[0], "right") - 1, np.searchsorted(self._starts, span[1])
+        return [shard.file for shard in self._shards[int(first) : int(last)]]
+
     def read_by_all_threads(self) -> None:
         with warnings.catch_warnings():
             # The rows are never written to, so the warning does not apply.
@@ -180,8 +220,20 @@ class _Mapped:
         rows = empty(len(indices), self._shards[0].d_in, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:
-                self._read(number, indices[first:last], rows[first:last])
+                with self._kept(number):
+                    self._read(number, indices[first:last], rows[first:last])
         return rows
+
+    @contextlib.contextmanager
+    def _kept(self, number: int) -> Iterator[None]:
+        """Wait until a shard from a URL is downloaded, and keep it while it is read."""
+        with contextlib.ExitStack() as stack:
+            if self._cache:
+                try:
+                    stack.enter_context(self._cache.reading(self._shards[number].file))
+                except UserError as error:
+                    raise ShardCutError(str(error)) from None
+            yield
 
     def name_of(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
+from trainer.activations.base import Empty, IndexedSource, Indices, Pair, Span, empty_rows
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.runs.data_record import DataRecord
@@ -35,6 +35,8 @@ class SideBySide(IndexedSource):
         self.sizes, self.weights, self.meta = first.sizes, first.weights, first.meta
         self.notes = [note for one in sources for note in one.notes]
         self.place = join_words([one.place for one in sources])
+        self.shard_starts = first.shard_starts
+        self.caches = [cache for one in sources for cache in one.caches]
         self._agree_on_texts()
 
     def of_hook(self, hook: int) -> IndexedSource:
@@ -44,8 +46,17 @@ class SideBySide(IndexedSource):
         n_each = len(before) // len(self._sources)
         for number, one in enumerate(self._sources):
             one.continue_from(before[number * n_each : (number + 1) * n_each])
-        self.split_sizes = self._sources[0].split_sizes
+        self.split_sizes, self.shuffle_shards = self._sources[0].split_sizes, self._sources[0].shuffle_shards
         self._agree_on_texts()
+
+    def use_window(self, shuffle_shards: int, split_rows: int) -> None:
+        for one in self._sources:
+            one.use_window(shuffle_shards, split_rows)
+        self.split_sizes, self.shuffle_shards = self._sources[0].split_sizes, shuffle_shards
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        for one in self._sources:
+            one.keep(spans)
 
     def _agree_on_texts(self) -> None:
         first = self._sources[0]
@@ -119,7 +130,7 @@ class _SomeRows(IndexedSource):
     def __init__(self, source: IndexedSource, at: Indices) -> None:
         self._source, self._at = source, at
         self.d_in, self.n_tokens, self.sizes, self.run = source.d_in, len(at), [len(at)], source.run
-        self.place, self.meta, self.notes = source.place, source.meta, source.notes
+        self.place, self.meta, self.notes, self.caches = source.place, source.meta, source.notes, source.caches
         order = np.argsort(at)
         labels = [one.labels(at[order]) for one in source.texts]
         self.texts = [Texts([_in_order_of(order, own)]) for own in labels]
@@ -129,6 +140,9 @@ class _SomeRows(IndexedSource):
         self._source.continue_from(before)
         if sum(self._source.split_sizes) != self._source.n_tokens:
             raise _of_added_rows(self)
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        self._source.keep([(0, self._source.n_tokens)])
 
     def read_by_all_threads(self) -> None:
         self._source.read_by_all_threads()

@@ -47,7 +47,9 @@ class Split:
         n_first: int | None = None,
     ) -> None:
         n_first = n_tokens if n_first is None else n_first
-        self.hold_out = hold_out
+        self.hold_out, self.n_tokens, self.n_first = hold_out, n_tokens, n_first
+        # Whether samples of training rows also come from the first rows only.
+        self.samples_first = False
         # The number of held-out texts, or 0 if texts are unknown.
         self.n_texts = 0
         if hold_out == "texts" and n_held_out:
@@ -67,12 +69,13 @@ class Split:
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
-        """Sample at most n training rows from all the data.
+        """Sample at most n training rows from all the data or, with `samples_first`, from its first rows.
 
         A sample of neighbouring rows would fit b_dec to a single text.
         """
         generator = np.random.default_rng(seed)
-        return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
+        n_rows = self.n_first - len(self.held_out) if self.samples_first else self.n_train
+        return self.rows(generator.choice(n_rows, min(n, n_rows), replace=False, shuffle=False))
 
 
 def split_of(

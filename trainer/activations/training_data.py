@@ -19,13 +19,14 @@ from trainer.activations.base import (
     Indices,
     Pair,
     Source,
+    Span,
     StreamSource,
     are_finite,
     empty_rows,
     of_each_hook,
 )
 from trainer.activations.mixture import MixedOrder, MixedSplit
-from trainer.activations.order import Order
+from trainer.activations.order import Order, WindowOrder
 from trainer.activations.permutation import Words
 from trainer.activations.row_readers import own_rows
 from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
@@ -231,8 +232,13 @@ class IndexedData(TrainingData):
             raise UserError(f'data.hold_out: whole texts cannot be held out, since {error}; use "blocks"') from None
         if isinstance(self.split, MixedSplit):
             self._order: Order | MixedOrder = MixedOrder(self.split, seed, source.run)
+        elif source.shuffle_shards:
+            self.split.samples_first = True
+            self._order = WindowOrder(self.split, seed, source.run, source.shard_starts, source.shuffle_shards)
         else:
             self._order = Order(self.split, seed, source.run)
+        self._spans: list[Span] = []
+        self._keep(0, 1)
         self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
         self.n_train, self.hold_out = self.split.n_train, self.split.hold_out
         self._of_hooks = [_IndexedRows(source.of_hook(hook), self.split, group) for hook in range(source.n_hooks)]
@@ -250,7 +256,18 @@ class IndexedData(TrainingData):
         """Do nothing, because any position can be read."""
 
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
+        self._keep(position, n)
         return ReadRows(*self._source.pairs(own_rows(self._order.token_slice(position, n), self.readers), empty))
+
+    def _keep(self, position: int, n: int) -> None:
+        """Keep the rows of a batch and of the window after it, if they are stored at a URL."""
+        if not self._source.caches:
+            return
+        every = [(0, self._source.n_tokens)]
+        spans = self._order.spans(position, n) if isinstance(self._order, WindowOrder) else every
+        if spans != self._spans:
+            self._source.keep(spans)
+            self._spans = spans
 
     def note_trained(self, rows: ReadRows) -> None:
         """Do nothing, because rows can be reread."""

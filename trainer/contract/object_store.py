@@ -7,6 +7,7 @@ setting. fsspec and the package of a protocol are imported only when a store is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import posixpath
 import random
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
 from trainer.contract.files import replacing
+from trainer.contract.object_paths import is_url as is_url
 from trainer.contract.paths import file_mode, private_folder
 from trainer.contract.printable import printable
 
@@ -40,7 +42,6 @@ _PROTOCOLS = {
     "memory": _Protocol("fsspec", "train"),
 }
 _SHOWN = ("s3://", "gs://", "hf://", "file://")
-_URL = re.compile(r"[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
 # Errors that another try cannot repair; botocore's and gcsfs's errors are known by their names only.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
 _OF_ACCESS = re.compile(r"NoCredentials|PartialCredentials|CredentialRetrieval|InvalidAccessKey|SignatureDoesNotMatch")
@@ -54,11 +55,6 @@ TRIES, FIRST_WAIT_S, LONGEST_WAIT_S = 5, 0.5, 15.0
 _CHUNK = 1 << 20
 
 
-def is_url(path: str | Path) -> bool:
-    """Return whether a path has the form of a URL, such as `s3://bucket/rows`."""
-    return _URL.match(str(path)) is not None
-
-
 def checked_url(url: str, field: str) -> str:
     """Return a URL without trailing slashes; raise `UserError` if its protocol is unknown or it contains a password."""
     scheme, _, rest = url.partition("://")
@@ -69,6 +65,13 @@ def checked_url(url: str, field: str) -> str:
     if not rest.strip("/") or printable(url) != url or ".." in rest.split("/"):
         raise UserError(f"{field}: {printable(url[:100])} names no folder; use a URL such as {scheme}://bucket/folder")
     return url.rstrip("/")
+
+
+class ObjectFacts(NamedTuple):
+    """An object's size in bytes and its version: a checksum or a time that changes with the content."""
+
+    size: int
+    version: str
 
 
 class ObjectStore:
@@ -88,20 +91,33 @@ class ObjectStore:
 
         Names that could leave a folder into which they are downloaded are left out.
         """
+        return {name: facts.size for name, facts in self.list_facts().items()}
 
-        def found() -> dict[str, int]:
+    def list_facts(self) -> dict[str, ObjectFacts]:
+        """Return each object's name, size and version, as `list` does."""
+
+        def found() -> dict[str, ObjectFacts]:
             self._fs.invalidate_cache()
             try:
                 entries = self._fs.find(self._root, detail=True)
             except FileNotFoundError:
                 self._require_bucket()
                 return {}
-            return {self._name(path): int(entry["size"] or 0) for path, entry in entries.items()}
+            return {self._name(path): _facts(entry) for path, entry in entries.items()}
 
         listed = self._tried("listed", "", found)
         if not listed:
             self._tried("listed", "", self._require_bucket)
-        return {name: size for name, size in sorted(listed.items()) if _is_safe(name)}
+        return {name: facts for name, facts in sorted(listed.items()) if _is_safe(name)}
+
+    def facts(self, name: str) -> ObjectFacts:
+        """Return an object's current size and version."""
+
+        def found() -> ObjectFacts:
+            self._fs.invalidate_cache()
+            return _facts(self._fs.info(self._path(name)))
+
+        return self._tried("read", name, found)
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> bytes:
         """Return the bytes of an object from `first` up to `last`, or up to its end."""
@@ -240,11 +256,21 @@ class ObjectStore:
                 f"{at} could not be {doing}: access was denied ({reason}); check the credentials in the environment"
             )
         tries = f" in {TRIES} tries" if kind == "transient" else ""
-        return UserError(f"{at} could not be {doing}{tries}: {reason}")
+        kind_of_error = Unreachable if kind == "transient" else UserError
+        return kind_of_error(f"{at} could not be {doing}{tries}: {reason}")
+
+
+class Unreachable(UserError):
+    """Raised if a store still fails after several tries for a reason that may pass, such as a lost connection."""
 
 
 class _Missing(UserError):
     """Raised if an object, bucket or repository does not exist."""
+
+
+def _facts(entry: Mapping[str, Any]) -> ObjectFacts:
+    versions = (entry.get(key) for key in ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created"))
+    return ObjectFacts(int(entry["size"] or 0), next((str(one) for one in versions if one), ""))
 
 
 def _kind(error: Exception) -> Literal["access", "missing", "permanent", "transient"]:
@@ -254,7 +280,8 @@ def _kind(error: Exception) -> Literal["access", "missing", "permanent", "transi
         return "access"
     if isinstance(error, FileNotFoundError) or "RepositoryNotFound" in names or "NoSuchBucket" in str(error):
         return "missing"
-    return "permanent" if isinstance(error, _PERMANENT) else "transient"
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "permanent" if is_full or isinstance(error, _PERMANENT) else "transient"
 
 
 def _is_safe(name: str) -> bool:

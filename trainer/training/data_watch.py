@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from trainer.contract.object_paths import url_of
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.data_record import DataRecord, FolderRecord, ShardRecord, change_of, cut_sentence, sampled
 from trainer.reporting.report import Report
@@ -50,6 +51,8 @@ class DataWatch:
         for number, folder in enumerate(self._began_with):
             for place, shard in enumerate(folder.shards):
                 file = folder.file(shard)
+                if url_of(file):
+                    continue  # downloads check the object's version
                 status = _status(file)
                 stamp = (status.st_size, status.st_mtime_ns) if status else None
                 if stamp != self._seen.get(file, (shard.size, shard.mtime_ns)):

@@ -43,6 +43,7 @@ from trainer.contract.store.metrics_store import COOLING, READING, TRAINING, is_
 from trainer.contract.wording import join_words, plural
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
+from trainer.parallel.group import gather_bytes
 from trainer.parallel.rebalancer import Balancer
 from trainer.parallel.shares import Shares
 from trainer.reporting import rank_log
@@ -228,7 +229,7 @@ class Trainer:
             self._progress.event("stream", f"reading the held-out rows and a sample, the first rows of {source.place}")
         if isinstance(source, StreamSource):
             source.report = self._note_reading
-        self.record = continue_from(source, job, resumed.data_before if resumed else None)
+        self.record = continue_from(source, job, resumed.data_before if resumed else None, self._smallest)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
         # The lists below have one element per hook.
@@ -627,6 +628,10 @@ class Trainer:
         """Report that a stream's first rows are being read, which can take minutes; later, steps show progress."""
         if is_before_first_step(self._progress.place[0]):
             self._heartbeat(f"{READING}, {n_rows:,}")
+
+    def _smallest(self, n: int) -> int:
+        """Return the smallest number that a rank passes."""
+        return min(map(int, gather_bytes(self._parallel.world, str(n).encode(), self._device)))
 
     def _heartbeat(self, phase: str) -> None:
         self._progress.heartbeat(phase, self.position.step, self.position.tokens)

@@ -11,6 +11,8 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
+from trainer.contract.object_cache import copy_of
+from trainer.contract.object_paths import url_of
 from trainer.contract.settings.shards import inspect_shards, recorded_sums
 from trainer.contract.settings.sources import SourceSettings
 from trainer.contract.store.rows import Count
@@ -49,13 +51,15 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class FolderRecord(msgspec.Struct, frozen=True):
     """The shards in a folder, ordered by row number; new shards come last.
 
-    Held-out rows are chosen from the first `split_rows` rows, which existed when the run started.
+    Held-out rows are chosen from the first `split_rows` rows, which existed when the run started. The rows of
+    `shuffle_shards` shards are shuffled together; 0 stands for all.
     """
 
     field: str
     path: str
     split_rows: Count
     shards: tuple[ShardRecord, ...]
+    shuffle_shards: Count = 0
 
     @property
     def names(self) -> list[str]:
@@ -118,6 +122,9 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
         status = file.stat()
         if status.st_size != shard.size:
             return f"has {status.st_size:,} bytes instead of {shard.size:,}"
+        if copy := copy_of(file):
+            is_same = copy.stamp == shard.mtime_ns or (copy.sha256 and copy.sha256 == shard.sha256)
+            return None if is_same else "contains different values"
         if status.st_mtime_ns == shard.mtime_ns:
             return None
         if shard.sample is None:
@@ -158,8 +165,10 @@ def _look(field: str, path: str) -> FolderRecord:
 
 
 def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
-    status = file.stat()
-    return ShardRecord(file.name, rows, status.st_size, status.st_mtime_ns, status.st_ino, sha256)
+    status, copy = file.stat(), copy_of(file)
+    # The copy of an object changes when its rows are downloaded, but its content does not.
+    mtime_ns, inode = (copy.stamp, 0) if copy else (status.st_mtime_ns, status.st_ino)
+    return ShardRecord(file.name, rows, status.st_size, mtime_ns, inode, sha256)
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
@@ -176,7 +185,8 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
             raise JobFileError([Problem(new.field, f"{known}; {_WAY_OUT}")])
         assert there is not None
         kept.append(msgspec.structs.replace(there, n_blocks=shard.n_blocks, sample=shard.sample))
-    return msgspec.structs.replace(new, split_rows=old.split_rows, shards=(*kept, *by_name.values()))
+    shards = (*kept, *by_name.values())
+    return msgspec.structs.replace(new, split_rows=old.split_rows, shuffle_shards=old.shuffle_shards, shards=shards)
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
@@ -191,7 +201,7 @@ def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
 
 
 def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> ShardRecord:
-    if shard.sample is not None:
+    if shard.sample is not None or url_of(folder.file(shard)):
         return shard
     try:
         sample = _sample(file := folder.file(shard), n_blocks)

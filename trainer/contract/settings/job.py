@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.object_paths import absolute, is_url, real_paths
 from trainer.contract.paths import shipped_data
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings import all_layers
@@ -664,7 +665,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
     @property
     def folders_read(self) -> list[tuple[str, str]]:
         written = [(f"data.{name}", getattr(self.data.settings, name)) for name in self.data.settings.paths]
-        return [(setting, os.path.realpath(path)) for setting, paths in written for path in each(paths or [])]
+        return [(setting, real) for setting, paths in written for real in real_paths(each(paths or []))]
 
     @property
     def stored_rows(self) -> str | None:
@@ -758,6 +759,8 @@ def _resolve_each(paths: str | list[str], bases: Sequence[Path]) -> str | list[s
 
 
 def _resolve(path: str, bases: Sequence[Path]) -> str:
+    if is_url(path):
+        return absolute(path, bases[0])
     candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
     if wrong := next((candidate for candidate in candidates if not is_utf8(candidate)), None):
         raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.object_paths import local_path
 from trainer.contract.wording import join_words
 
 
@@ -59,4 +60,4 @@ def promised(path: str, promises: Promises, field: str) -> Width | None:
 
 
 def _place(path: str) -> str:
-    return os.path.realpath(os.path.expanduser(path))
+    return os.path.realpath(os.path.expanduser(local_path(path)))

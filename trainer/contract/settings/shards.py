@@ -18,10 +18,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trainer.contract.errors import JobFileError, Problem
+from trainer.contract import object_cache
+from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.extras import install, is_installed
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as, read_json
+from trainer.contract.object_paths import local_path, url_of
 from trainer.contract.settings.inspectors import inspector
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor, rows_and_width
@@ -153,7 +155,12 @@ def is_shuffled(shards: ShardSet) -> bool:
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
-    """Read the headers of all shards at a path; raise `JobFileError` for the setting `field` if there is a problem."""
+    """Read the headers of all shards at a path or URL; raise `JobFileError` for `field` if there is a problem."""
+    if url_of(path := local_path(str(path))):
+        # Only the trainer makes requests; the app asks a trainer process.
+        read = inspector()
+        of_objects: ShardSet = read(Path(path), [], field) if read else inspect_objects(Path(path), field)
+        return of_objects
     root, files = shards_at(path, field)
     if (kind := files[0].suffix) not in _OF_INSPECTOR:
         return shard_set(root, files, field, functools.partial(_read, field=field))
@@ -163,6 +170,18 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
         raise _problem(field, root, "is in a format that only the trainer reads; store the rows as safetensors")
     found: ShardSet = inspect(root, files, field)
     return found
+
+
+def inspect_objects(root: Path, field: str) -> ShardSet:
+    """Read the headers of the shards at the URL whose copies a local folder keeps; see `inspect_shards`."""
+    try:
+        object_cache.refresh(root, field, recorded_sums)
+    except JobFileError:
+        raise
+    except UserError as error:
+        raise JobFileError([Problem(field, str(error).removeprefix(f"{field}: "))]) from None
+    root, files = shards_at(root, field)
+    return shard_set(root, files, field, functools.partial(_read, field=field))
 
 
 def shards_at(path: str | Path, field: str = "data.path") -> tuple[Path, list[Path]]:

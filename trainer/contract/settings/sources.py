@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.object_paths import joined, local_path
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, parts_of, problems_of_hooks
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
@@ -130,7 +131,8 @@ class ShardSettings(SourceSettings, frozen=True):
     path: Annotated[
         _Path | list[_Path],
         about(
-            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet); a list is mixed.",
+            "Folder, file or URL (s3://, gs://, hf://) of shards [n_tokens, d_in] (.safetensors, .npy; local files also"
+            " .pt, .arrow, .parquet); a list is mixed.",
             wanted="a string of at least 1 character(s), or a list of such strings",
         ),
     ]
@@ -175,18 +177,42 @@ class ShardSettings(SourceSettings, frozen=True):
             advanced=True,
         ),
     ] = False
+    shuffle_shards: (
+        Annotated[
+            int,
+            about(
+                "Number of shards whose rows are shuffled together; default: all, or as many as fit in data.cache_gb.",
+                advanced=True,
+                ge=1,
+            ),
+        ]
+        | None
+    ) = None
+    cache_gb: (
+        Annotated[
+            float,
+            about(
+                "Disk space for copies of shards from a URL; default: 80 % of the free space.",
+                unit="GB",
+                advanced=True,
+                gt=0,
+            ),
+        ]
+        | None
+    ) = None
     paths: ClassVar[tuple[str, ...]] = ("path", "target_path")
 
     @property
     def place(self) -> str:
-        return join_words(each(self.folders))
+        return join_words(each(self._places_of(0)))
 
     @property
     def folders(self) -> Paths:
-        """The folders containing the rows: `path`, or the folder in `path` named after the hook, of all parts."""
-        if len(parts := self.parts()) > 1:
-            return [folder for part in parts for folder in each(part.folders)]
-        return self._folders_of(0, NO_PROMISES)
+        """The folders containing the rows: `path`, or the folder in `path` named after the hook, of all parts.
+
+        For a URL, this is the local folder that keeps copies of its objects.
+        """
+        return _local(self._places_of(0))
 
     def parts(self) -> list[ShardSettings]:
         paths = each(self.path) if self.join else [self.path]
@@ -198,7 +224,7 @@ class ShardSettings(SourceSettings, frozen=True):
     @property
     def targets(self) -> Paths | None:
         """The folders containing a transcoder's targets, found in the same way as `folders`; None for an SAE."""
-        return self._targets(NO_PROMISES)
+        return None if (targets := self._targets(NO_PROMISES)) is None else _local(targets)
 
     def stored_at(self) -> list[tuple[str, str]]:
         targets = [] if self.targets is None else each(self.targets)
@@ -257,6 +283,12 @@ class ShardSettings(SourceSettings, frozen=True):
         """The setting that names the target folders."""
         return "data.path" if self.target_path is None else "data.target_path"
 
+    def _places_of(self, end: int) -> Paths:
+        """Return the folders or URLs for the hook's input (`end` 0) or output (`end` 1), of all parts."""
+        if len(parts := self.parts()) > 1:
+            return [place for part in parts for place in each(part._places_of(end))]
+        return self._folders_of(end, NO_PROMISES)
+
     def _folders_of(self, end: int, promises: Promises) -> Paths:
         """Return the folders for the hook's input (`end` 0) or output (`end` 1)."""
         if self.hook is None:
@@ -288,7 +320,7 @@ class ShardSettings(SourceSettings, frozen=True):
             problems.append(Problem("data.target_path", message))
         if self.join and self.hook is not None:
             problems += check_joined_hook(self.hook)
-        if len({os.path.realpath(part.place) for part in parts}) < len(parts):
+        if len({os.path.realpath(each(part.folders)[0]) for part in parts}) < len(parts):
             problems.append(Problem("data.path", "joins a folder with itself; name different folders"))
         if self.join and self.weights is not None:
             problems.append(
@@ -350,8 +382,12 @@ def check_joined_hook(hook: str) -> list[Problem]:
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
     """Return the folder with a hook's rows: the first folder with one of its names that exists or is promised."""
-    folders = [os.path.join(path, name) for name in names_of_hook(hook)]
-    return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
+    folders = [joined(path, name) for name in names_of_hook(hook)]
+    return next((one for one in folders if os.path.exists(local_path(one)) or is_promised(one, promises)), folders[0])
+
+
+def _local(paths: Paths) -> Paths:
+    return local_path(paths) if isinstance(paths, str) else [local_path(path) for path in paths]
 
 
 def each(paths: Paths) -> list[str]:
