@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.contract.object_paths import is_url
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.catalog import KINDS, KindEntry
 from trainer.contract.settings.job_file import class_of, parse_as, parse_job
@@ -32,6 +33,8 @@ def output_of(data: DataDir, job: Job) -> str | None:
         return data.exported_folder(job.id)
     if (extraction := _extraction(job.config)) is None:
         return None
+    if is_url(extraction.extract.output):
+        return extraction.extract.output if rows_stored(job) else None
     folders = map(extraction.folder, extraction.model.hooks)
     has_rows = any(any(folder.glob("*.safetensors")) for folder in folders)
     return str(Path(extraction.extract.output)) if has_rows else None

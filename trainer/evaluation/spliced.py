@@ -370,7 +370,7 @@ class SplicedModel:
 
     def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
         output = self._job.extract.output
-        state = read_json(Path(output) / STATE, ExtractionState) if output else None
+        state = read_json(self._job.local_output / STATE, ExtractionState) if output else None
         extracted = (state.batch + 1) * contexts_at_once(self._job) if state else 0
         n_contexts = -(-n_tokens // self._job.text.context)
         unseen = list(self._contexts(extracted, n_contexts)) if state else []

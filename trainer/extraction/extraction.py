@@ -17,10 +17,11 @@ from torch import Tensor
 from trainer.checkpoints.atomic_folder import free_bytes, not_written
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.json_file import write_json
+from trainer.contract.object_paths import is_url, joined
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.progress import Progress
 from trainer.contract.runs.lock import RunLock
-from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.extract import SHARDS_IN_FLIGHT, ExtractJob
 from trainer.contract.settings.tokens_of_data import META
 from trainer.contract.wording import distinct_sizes, plural
 from trainer.extraction.kept_rows import KeptPositions, kept_positions
@@ -43,7 +44,8 @@ from trainer.extraction.state import (
     write_state,
 )
 from trainer.extraction.text import documents
-from trainer.extraction.token_bytes import write_tokens
+from trainer.extraction.token_bytes import TOKENS, write_tokens
+from trainer.extraction.uploads import uploads_of
 from trainer.runtime.device_queue import HostCopy
 from trainer.runtime.out_of_memory import is_shortage
 
@@ -159,7 +161,8 @@ class Extraction:
 
     def __init__(self, job: ExtractJob, device: torch.device, peers: Alone, model: LanguageModel | None = None) -> None:
         self._job, self._peers = job, peers
-        self._output, self._folder = Path(job.extract.output), part_folder(job, peers.rank, peers.size)
+        self._output, self._folder = job.local_output, part_folder(job, peers.rank, peers.size)
+        self._uploads = uploads_of(job)
         refuse_link(self._output)
         self._state = stored_state(job, peers.size)
         self.model = model or LanguageModel(job, device)
@@ -181,6 +184,7 @@ class Extraction:
     def run(self) -> ExtractionResult:
         """Extract until there are enough rows, the text runs out, or a stop is requested; return the result."""
         with contextlib.ExitStack() as locks, contextlib.suppress(Stopped):
+            locks.callback(self._uploads.close)
             self._peers.begin(lambda: self._prepare(locks))
             self._open(locks)
             if self._state.is_finished:
@@ -190,6 +194,7 @@ class Extraction:
                 if self._read():
                     self._complete()
                     return self._finish()
+                self._uploads.drain()
         if self._peers.size > 1:
             self._state = stored_state(self._job, self._peers.size)
         return result_of(self._job, self._state, "stopped", self._rate())
@@ -204,6 +209,8 @@ class Extraction:
             # Without the state file, a restarted extraction would refuse the output folder, because the shards in it
             # would look like unrelated files.
             write_state(self._output, state)
+            self._uploads.add([], self._output, state)
+            self._uploads.drain()
 
     def _open(self, locks: contextlib.ExitStack) -> None:
         """Lock this process's own folder, and restore its saved progress."""
@@ -212,6 +219,7 @@ class Extraction:
         self._state = part_state(self._job, self._peers.rank, self._peers.size)
         self._state.dtype = self._state.dtype or str(self._dtype).removeprefix("torch.")
         write_state(self._folder, self._state)
+        self._uploads.add([], self._folder, self._state)
         self._began, self._last_batch = time.monotonic(), self._state.batch
         self._first = self._state.batch, self._state.offset
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
@@ -374,7 +382,9 @@ class Extraction:
         """Wait for the shards being written, and save this process's progress."""
         if writing := self._writing:
             self._take_up(writing)
-            write_state(self._folder, msgspec.structs.replace(self._state, left_out=writing.left_out))
+            state = msgspec.structs.replace(self._state, left_out=writing.left_out)
+            write_state(self._folder, state)
+            self._uploads.add(self._last_shards(), self._folder, state)
 
     def _take_up(self, writing: Writing) -> None:
         """Wait until the shards are written, and add them to the state."""
@@ -385,9 +395,16 @@ class Extraction:
             self._state.shards[hook].append(shard)
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 
+    def _last_shards(self) -> list[Path]:
+        """Return the last written shard of each hook."""
+        folders = map(self._job.folder, self._job.model.hooks)
+        return [folder / shards[-1].name for folder, shards in zip(folders, self._state.shards, strict=True)]
+
     def _refuse_full_disk(self, rows: list[Tensor]) -> None:
         """Raise `UserError` if the disk has too little free space for all of this process's rows."""
-        needed = self._share * self._blocks.row_bytes(rows)
+        in_flight = (SHARDS_IN_FLIGHT + 1) * self._blocks.shard_rows
+        n_rows = min(self._share, in_flight) if is_url(self._job.extract.output) else self._share
+        needed = n_rows * self._blocks.row_bytes(rows)
         free = free_bytes(self._output)
         if needed > free:
             raise not_written(self._output, "it needs {}, but only {} are free".format(*distinct_sizes(needed, free)))
@@ -403,10 +420,13 @@ class Extraction:
             self._store(self._last_batch, 0)
             assert self._writing
             self._take_up(self._writing)
+            self._uploads.add(self._last_shards())
         self._state.batch = self._last_batch
         if self._peers.size > 1:
             self._state.is_finished = True
             write_state(self._folder, self._state)
+            self._uploads.add([], self._folder, self._state)
+        self._uploads.drain()
 
     def _finish(self) -> ExtractionResult:
         """Wait for the other processes; rank 0 also writes the metadata."""
@@ -420,13 +440,16 @@ class Extraction:
             self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
         if not self._state.n_stored:
             raise UserError("text.path: the text yields no rows; provide more text")
-        self._describe()
+        described = self._describe()
         self._state.is_finished = True
+        self._uploads.finish(described, self._state)
         write_state(self._output, self._state)
         forget_parts(self._job)
         return result_of(self._job, self._state, "finished", rate)
 
-    def _describe(self) -> None:
+    def _describe(self) -> list[Path]:
+        """Write the files that describe each hook's rows, and return them."""
+        described = []
         state, tokens = self._state, self.model.tokenizer.token_bytes()
         of_all = facts_of_all(self._job, self.model) | {"dtype": state.dtype, "left_out": state.left_out}
         for number, hook in enumerate(self._job.model.hooks):
@@ -435,6 +458,8 @@ class Extraction:
             facts = facts_of_hook(self._job, number, self.model, sums, state.shards[number], limit)
             write_tokens(self._job.folder(hook), tokens)
             write_json(self._job.folder(hook) / META, of_all | facts)
+            described += [self._job.folder(hook) / name for name in (TOKENS, META)]
+        return described
 
     def _rate(self) -> float | None:
         """Return the mean number of tokens read per second, or None if no tokens were read."""
@@ -452,5 +477,5 @@ def _norms(rows: list[Tensor]) -> list[Tensor]:
 
 def result_of(job: ExtractJob, state: ExtractionState, word: str, rate: float | None = None) -> ExtractionResult:
     """Return an extraction's result from its state."""
-    outputs = {hook: str(job.folder(hook)) for hook in job.model.hooks}
+    outputs = {hook: joined(job.extract.output, hook) for hook in job.model.hooks}
     return ExtractionResult(word, outputs, state.n_stored, state.left_out, rate)

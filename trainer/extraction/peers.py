@@ -38,8 +38,8 @@ class Alone:
         """Whether the process should stop after the current batch."""
         return self._stop.is_set()
 
-    def begin(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare` on rank 0; all ranks return once the call is complete."""
+    def begin(self, prepare: Callable[[], object], name: str = "begun") -> None:
+        """Call `prepare` on rank 0; all ranks return once the call is complete. Each call needs its own name."""
         prepare()
 
     def kept(self, n: int) -> None:
@@ -86,12 +86,12 @@ class Peers(Alone):
             self._write("stopped", 1)
         return self._stop.is_set() or self._read("stopped") is not None
 
-    def begin(self, prepare: Callable[[], object]) -> None:
+    def begin(self, prepare: Callable[[], object], name: str = "begun") -> None:
         if self.rank == 0:
             prepare()
-            self._write("begun", 1)
+            self._write(name, 1)
         else:
-            self._await("begun")
+            self._await(name)
 
     def kept(self, n: int) -> None:
         self._n_kept = n

@@ -80,11 +80,12 @@ class DimensionSums(msgspec.Struct):
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """A finished shard: its name, row count and SHA-256."""
+    """A finished shard: its name, row count, SHA-256 and size."""
 
     name: str
     n_tokens: int
     sha256: str
+    n_bytes: int = 0
 
 
 class Block:
@@ -267,13 +268,14 @@ def _write(
                     for one in beside:
                         one.result()
             os.fsync(stream.fileno())
+            n_bytes = stream.tell()
         temporary.chmod(file_mode(file.parent))
         os.replace(temporary, file)
         sync(file.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise not_written(file, error.strerror or str(error), error.errno) from None
-    return ShardFile(file.name, n, digest.hexdigest())
+    return ShardFile(file.name, n, digest.hexdigest(), n_bytes)
 
 
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:

@@ -12,6 +12,7 @@ import msgspec
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UsageError
 from trainer.contract.json_file import read_json, write_json
+from trainer.contract.object_paths import is_url
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity, lack_of_output
 from trainer.contract.wording import plural
@@ -51,7 +52,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
 
     If there are several processes, return their combined progress.
     """
-    output, asked = Path(job.extract.output), identity(job)
+    output, asked = job.local_output, identity(job)
     if lack := lack_of_output(job):
         raise UsageError(f"extract.output: {lack}")
     state = _read(output)
@@ -61,12 +62,13 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
         return _new_state(asked, n_ranks)
     if changed := [path for path, value in asked.items() if state.job.get(path) != value]:
         was = f"with a different {changed[0]}, {show(state.job.get(changed[0]))}"
-        raise UsageError(f"extract.output: {output} contains an extraction {was}; choose another folder")
+        raise UsageError(f"extract.output: {job.extract.output} contains an extraction {was}; choose another folder")
     if not state.is_finished and state.n_ranks != n_ranks:
         was = f"an extraction by {plural(state.n_ranks, 'process')}"
         remedy = f"use {state.n_ranks} again, or choose another folder"
-        raise UsageError(f"launch.gpus: {output} contains {was}, not {n_ranks}; {remedy}")
-    for hook, shards in zip(job.model.hooks, state.shards, strict=True):
+        raise UsageError(f"launch.gpus: {job.extract.output} contains {was}, not {n_ranks}; {remedy}")
+    # `restore_progress` has compared the shards at a URL with the progress.
+    for hook, shards in () if is_url(job.extract.output) else zip(job.model.hooks, state.shards, strict=True):
         for shard in shards:
             if not (file := job.folder(hook) / shard.name).exists():
                 raise UsageError(f"extract.output: {file} is missing; delete {output} or choose another folder")
@@ -75,8 +77,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
 
 def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
     """Return the folder in which a process saves its progress; a single process uses the output folder."""
-    output = Path(job.extract.output)
-    return output if n_ranks == 1 else output / PARTS / str(rank)
+    return job.local_output if n_ranks == 1 else job.local_output / PARTS / str(rank)
 
 
 def part_state(job: ExtractJob, rank: int, n_ranks: int) -> ExtractionState:
@@ -116,7 +117,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
 
 def forget_parts(job: ExtractJob) -> None:
     """Remove the saved progress of the individual processes."""
-    shutil.rmtree(Path(job.extract.output) / PARTS, ignore_errors=True)
+    shutil.rmtree(job.local_output / PARTS, ignore_errors=True)
 
 
 def _by_name(shard: ShardFile) -> str:

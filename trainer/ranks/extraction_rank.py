@@ -12,8 +12,9 @@ from trainer.contract.json_file import write_json
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.metrics_store import LOADING_MODEL, MetricRow
 from trainer.extraction.extraction import ExtractionResult, extract
-from trainer.extraction.peers import Alone, Peers
+from trainer.extraction.peers import Alone, Peers, Stopped
 from trainer.extraction.state import stored_state
+from trainer.extraction.uploads import METER, restore_progress
 from trainer.metrics.pace import memory_bytes
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
@@ -39,6 +40,11 @@ def extract_rows(
 
     Ranks find each other in `folder`, which must be new; rank 0 writes the result there.
     """
+    waiting = Peers(folder, rank, size, stop) if size > 1 else Alone(stop)
+    try:
+        waiting.begin(lambda: restore_progress(job), "restored")
+    except Stopped:
+        return False
     n_stored = stored_state(job, size).n_stored
     progress.heartbeat(LOADING_MODEL, n_stored, n_stored)
     reporter = Reporter(progress, device, job.extract.n_tokens, n_stored)
@@ -73,7 +79,8 @@ class Reporter:
         self._n_before, self._since = n_kept, now
         if now >= self._line_at:
             self._line_at = now + LINE_EVERY_S
-            rank_log.say(f"row {n_kept:,}/{self._n_wanted:,}  {rate:,.0f} rows/s")
+            upload = f"  {METER.words}" if METER.words else ""
+            rank_log.say(f"row {n_kept:,}/{self._n_wanted:,}  {rate:,.0f} rows/s{upload}")
 
     def _memory(self, n_kept: int) -> MetricRow:
         return MetricRow("memory_bytes", n_kept, memory_bytes(self._device))

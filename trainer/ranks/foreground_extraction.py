@@ -32,6 +32,7 @@ from trainer.contract.wording import join_words, plural
 from trainer.extraction.extraction import ExtractionResult, extract, result_of
 from trainer.extraction.peers import Alone
 from trainer.extraction.state import stored_state
+from trainer.extraction.uploads import METER, restore_progress
 from trainer.ranks.device_choice import chosen, here
 from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 from trainer.ranks.extraction_rank import PEERS, RESULT
@@ -45,6 +46,7 @@ def run(job: ExtractJob, *, as_json: bool) -> int:
     """Run an extraction in the foreground, print the result as text or JSON, and return the exit code."""
     job = here(job)
     gpus = _gpus(job)
+    restore_progress(job)
     size = len(gpus) or wanted_ranks(job)
     result = _run_alone(job, gpus) if size == 1 or job.model.spread else _run_ranks(job, gpus, size)
     _print(job, result, as_json=as_json)
@@ -63,13 +65,18 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> ExtractionResult:
     with tqdm(
         total=job.extract.n_tokens, unit="row", unit_scale=True, disable=not sys.stderr.isatty(), dynamic_ncols=True
     ) as bar:
-        peers = Alone(stop, lambda n: bar.update(n - bar.n))
+
+        def advance(n_kept: int) -> None:
+            bar.set_postfix_str(METER.words, refresh=False)
+            bar.update(n_kept - bar.n)
+
+        peers = Alone(stop, advance)
         return extract(job, torch.device("cuda" if gpus else "cpu"), peers, _tell)
 
 
 def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> ExtractionResult:
     """Extract in several processes, with a temporary run folder inside the output folder."""
-    state, output = stored_state(job, size), Path(job.extract.output)
+    state, output = stored_state(job, size), job.local_output
     if state.is_finished:
         return result_of(job, state, "finished")
     refuse_link(output)
@@ -118,9 +125,9 @@ def _gpus(job: ExtractJob) -> list[Device]:
     return taken
 
 
-def _of_hook(hook: str, folder: Path) -> Iterator[str]:
-    """Yield a line with a hook's folder and, if the hook has other names, a line with these names."""
-    yield f"{hook}: {folder}"
+def _of_hook(hook: str, place: str, folder: Path) -> Iterator[str]:
+    """Yield a line with a hook's place and, if the hook has other names, a line with these names."""
+    yield f"{hook}: {place}"
     if others := other_names(hook, folder):
         yield f"  also called {join_words(others)}"
 
@@ -129,7 +136,7 @@ def _print(job: ExtractJob, result: ExtractionResult, *, as_json: bool) -> None:
     if as_json:
         show_text(json.dumps(msgspec.to_builtins(result)) + "\n")
         return
-    lines = [line for hook, folder in result.outputs.items() for line in _of_hook(hook, Path(folder))]
+    lines = [line for hook, place in result.outputs.items() for line in _of_hook(hook, place, job.folder(hook))]
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in result.left_out.items() if n)
     rate = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
     lines.append(f"{result.state}: {plural(result.n_tokens, 'row')} for each hook{rate}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 
 from trainer.contract.errors import Problem
 from trainer.contract.extras import install, is_installed
+from trainer.contract.object_paths import is_url
 from trainer.contract.paths import free_disk
 from trainer.contract.planning.check_job import Proposal
 from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
@@ -21,7 +21,7 @@ from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, ChosenGpus, PlannedGpu, lack_of_host
 from trainer.contract.planning.stored_extraction import check_what_is_there
-from trainer.contract.settings.extract import STATE, ExtractJob, lack_of_output
+from trainer.contract.settings.extract import SHARDS_IN_FLIGHT, STATE, ExtractJob, lack_of_output
 from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.wording import distinct_sizes, gibibytes
@@ -130,7 +130,7 @@ def outlook_of_extraction(
         seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
-        disk_free_bytes=free_disk(Path(job.extract.output))[1],
+        disk_free_bytes=free_disk(job.local_output)[1],
         capacity=capacity,
         lack=lack,
         excess=excess,
@@ -191,8 +191,8 @@ def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_gpus: int
 
 
 def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
-    folder, free = free_disk(Path(job.extract.output))
-    is_begun = (Path(job.extract.output) / STATE).exists()
+    folder, free = free_disk(job.local_output)
+    is_begun = (job.local_output / STATE).exists()
     if outlook.disk_bytes is None or free is None or outlook.disk_bytes <= free or is_begun:
         return []
     needs, has = distinct_sizes(outlook.disk_bytes, free)
@@ -224,7 +224,11 @@ def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) ->
 def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
     dtype = job.model.dtype if job.extract.dtype == "auto" else job.extract.dtype
     each = size.value_bytes(dtype, on_cuda=is_cuda)
-    return job.extract.n_tokens * len(job.model.hooks) * (size.width * each + _ORIGIN_BYTES)
+    n_rows = job.extract.n_tokens
+    if is_url(job.extract.output):
+        # Shards are removed from the disk when they are uploaded.
+        n_rows = min(n_rows, (SHARDS_IN_FLIGHT + 1) * job.extract.shard_rows)
+    return n_rows * len(job.model.hooks) * (size.width * each + _ORIGIN_BYTES)
 
 
 def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:

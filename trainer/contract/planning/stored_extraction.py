@@ -9,6 +9,7 @@ import msgspec
 
 from trainer.contract.errors import Problem
 from trainer.contract.json_file import read_json
+from trainer.contract.object_paths import is_url
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
 
@@ -43,15 +44,17 @@ def check_what_is_there(job: ExtractJob) -> list[Problem]:
 
 def n_stored_rows(job: ExtractJob) -> int:
     """Return the number of this extraction's rows in complete shards; 0 if the folder contains another extraction."""
-    output = Path(job.extract.output)
+    output = job.local_output
     state = read_json(output / STATE, _ExtractionRecord)
     return _n_rows(output, state) if state and not _changed(job, state) else 0
 
 
 def _whats_there(job: ExtractJob) -> tuple[str, bool]:
     """Return a sentence about the contents of `extract.output`, and whether they would cause this job to be refused."""
-    output = Path(job.extract.output)
+    output = job.local_output
     state = read_json(output / STATE, _ExtractionRecord)
+    if is_url(job.extract.output) and (state is None or _changed(job, state)):
+        return "", False  # only the trainer looks at the store, when the job starts
     n_rows = _n_rows(output, state) if state else 0
     if state is None or not n_rows:
         other_users = "" if state else _other_users(job)
@@ -60,8 +63,11 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
         other = f"{output} contains an extraction with a different {changed[0]}, {show(state.job.get(changed[0]))}"
         return f"{other}, so this extraction would be refused; choose another folder", True
     if state.is_finished:
-        return f"{output} contains this extraction, finished with {n_rows:,} rows", False
-    return f"{output} contains the first {n_rows:,} rows of this extraction, which resumes after them", False
+        return f"{job.extract.output} contains this extraction, finished with {n_rows:,} rows", False
+    return (
+        f"{job.extract.output} contains the first {n_rows:,} rows of this extraction, which resumes after them",
+        False,
+    )
 
 
 def _changed(job: ExtractJob, state: _ExtractionRecord) -> list[str]:

@@ -12,7 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from trainer.contract.errors import Problem
+from trainer.contract.errors import Problem, UserError
+from trainer.contract.object_paths import absolute, is_url, joined, real_paths, staging_folder
+from trainer.contract.object_store import checked_url
 from trainer.contract.settings import all_layers
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
@@ -25,13 +27,17 @@ from trainer.contract.settings.promised import Promise, Promises
 STATE = "extraction.json"
 # If several processes extract, this folder contains a subfolder for each process's state.
 PARTS = ".parts"
+# With a URL as output, the number of shards per hook that wait for their upload on the local disk.
+SHARDS_IN_FLIGHT = 3
 
 
 class Extract(msgspec.Struct, frozen=True):
     """The `[extract]` section: which rows to keep, and where to write them."""
 
     n_tokens: Annotated[int, about("Rows to store per hook.", unit="tokens", ge=1)] = 1_000_000
-    output: Annotated[str, about("Folder to write, with one subfolder per hook.", min_length=1)] = "activations"
+    output: Annotated[
+        str, about("Folder or URL (s3://, gs://, hf://) to write, with one subfolder per hook.", min_length=1)
+    ] = "activations"
     batch_tokens: BatchTokens = 8192
     max_norm: Annotated[
         float, about("Leaves out rows whose norm exceeds this multiple of the median norm; 0: keeps all.", ge=0)
@@ -88,12 +94,18 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
         size = model_size(self.model.path, self.model.revision)
         # No file records the output width of a module specified by its path.
         widths = [size.width if size and not hook.path else None for hook in self.hooks]
-        folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
+        folders = real_paths([joined(self.extract.output, name) for name in self.model.hooks])
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
     def folder(self, hook: str) -> Path:
-        """Return the folder with a hook's rows; `hook` is the name in the job file."""
-        return Path(self.extract.output) / hook
+        """Return the local folder with a hook's rows; `hook` is the name in the job file."""
+        return self.local_output / hook
+
+    @property
+    def local_output(self) -> Path:
+        """The output folder or, for a URL, the folder with the files that wait for their upload."""
+        output = self.extract.output
+        return staging_folder(output) if is_url(output) else Path(output)
 
     def with_paths(self, bases: Sequence[Path]) -> ExtractJob:
         """Return the job with absolute paths, each resolved against the first of `bases` in which the path exists.
@@ -102,12 +114,12 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
         treated as a hub name.
         """
         model = _existing(self.model.path, bases) or self.model.path
-        text = self.text.path and (_existing(self.text.path, bases) or _absolute(self.text.path, bases[0]))
+        text = self.text.path and (_existing(self.text.path, bases) or absolute(self.text.path, bases[0]))
         return msgspec.structs.replace(
             self,
             model=msgspec.structs.replace(self.model, path=model),
             text=msgspec.structs.replace(self.text, path=text),
-            extract=msgspec.structs.replace(self.extract, output=_absolute(self.extract.output, bases[0])),
+            extract=msgspec.structs.replace(self.extract, output=absolute(self.extract.output, bases[0])),
         )
 
 
@@ -139,6 +151,12 @@ def check_extract(job: ExtractJob) -> list[Problem]:
 
 def lack_of_output(job: ExtractJob) -> str:
     """Return why no rows can be written to `extract.output`; "" if no reason is known in advance."""
+    if is_url(job.extract.output):
+        try:
+            checked_url(job.extract.output, "extract.output")
+        except UserError as error:
+            return str(error).removeprefix("extract.output: ")
+        return ""
     output = Path(job.extract.output)
     if output.exists() and not output.is_dir():
         return f"{output} is not a folder; choose another"
@@ -148,8 +166,4 @@ def lack_of_output(job: ExtractJob) -> str:
 
 
 def _existing(path: str, bases: Sequence[Path]) -> str | None:
-    return next((candidate for base in bases if os.path.exists(candidate := _absolute(path, base))), None)
-
-
-def _absolute(path: str, base: Path) -> str:
-    return os.path.abspath(base / os.path.expanduser(path))
+    return next((candidate for base in bases if os.path.exists(candidate := absolute(path, base))), None)
