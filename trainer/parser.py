@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.contract.object_paths import local_path
 from trainer.contract.output import SafeParser
 from trainer.contract.settings.catalog import (
     EACH_PART,
@@ -64,7 +65,7 @@ def make_parser() -> SafeParser:
     extract = add("extract", "store a language model's activations on text, for training", EXTRACT)
     _add_job(extract)
     inspect = add("inspect", "check stored activations: statistics and problems", INSPECT)
-    inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
+    inspect.add_argument("data", type=_data, metavar="DATA", help="a folder or URL of shards, as for data.path")
     inspect.add_argument("--headers", action="store_true", help="only read the headers: rows, width and type")
     inspect.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     join = add("join", "train as one of the ranks that torchrun starts, on one host or several", JOIN)
@@ -258,3 +259,8 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return 0 if text == "0" else _positive(text)
+
+
+def _data(given: str) -> Path:
+    """Return the path of a data folder; for a URL, the folder with the copies of its objects."""
+    return Path(local_path(given))

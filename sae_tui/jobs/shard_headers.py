@@ -23,6 +23,7 @@ from trainer.contract.extras import elsewhere
 from trainer.contract.failure import failure_in
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import decode_as, load_json
+from trainer.contract.object_paths import url_of
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import ShardSet
@@ -32,6 +33,8 @@ POLL_S = 0.2
 LIMIT_S = 120.0
 # Failed reads are retried after this many seconds, in case a missing package has been installed.
 FAILED_FOR_S = 10.0
+# The headers at a URL are read again after at most this many seconds.
+URL_KEPT_S = 300.0
 # The trainer's error messages start with the name of this setting.
 _FIELD = "data.path"
 
@@ -61,7 +64,7 @@ class ShardHeaders:
         """Return the shards at a data path; raise `JobFileError` for the setting `field` if they cannot be read."""
         place = os.path.abspath(root)
         try:
-            state = fingerprint(files)
+            state = fingerprint(files) if url_of(place) is None else of_url(place)
         except OSError as error:
             raise JobFileError([Problem(field, f"{root} cannot be read: {error.strerror}")]) from None
         with self._locks.setdefault(place, threading.Lock()):
@@ -118,6 +121,11 @@ class ShardHeaders:
 def fingerprint(files: Sequence[Path]) -> Fingerprint:
     """Return a value that changes if any of the files changes; raise `OSError` if a file cannot be accessed."""
     return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
+
+
+def of_url(place: str) -> Fingerprint:
+    """Return a value that changes every few minutes, because only a request would show that objects have changed."""
+    return ((place, 0, int(time.time() // URL_KEPT_S)),)
 
 
 @contextlib.contextmanager

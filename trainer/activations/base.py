@@ -92,6 +92,8 @@ class Source(ABC):
     meta: dict[str, Any]
     # Notes for the user on how the source is read.
     notes: Sequence[str] = ()
+    # The caches that download rows from URLs.
+    caches: Sequence[RowCache] = ()
 
     def of_hook(self, hook: int) -> Source:
         """Return a source containing only the rows for the hook at index `hook`."""
@@ -134,8 +136,6 @@ class IndexedSource(Source):
     # of shards in a window, or 0 if all rows are shuffled together.
     shard_starts: Sequence[int] = ()
     shuffle_shards: int = 0
-    # The caches that download rows from URLs.
-    caches: Sequence[RowCache] = ()
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self

@@ -127,13 +127,21 @@ class Batches:
             self._arriving.popleft().exchange.finish()
         self._last = self._n_taken + READ_AHEAD + 1 if self._data.reads_together else None
         self._closed.set()
+        self._join()
+
+    def _join(self) -> None:
+        """Wait for the thread, which gives up waiting for shards from a URL."""
+        for cache in self._data.caches:
+            cache.is_interrupted = True
         self._thread.join()
+        for cache in self._data.caches:
+            cache.is_interrupted = False
 
     def abandon(self) -> None:
         """Stop the thread after a failure; do not join the thread if it may be waiting for other ranks."""
         self._closed.set()
         if not self._data.reads_together:
-            self._thread.join()
+            self._join()
 
     def _read_ahead(self) -> None:
         if self._device.type == "cuda":

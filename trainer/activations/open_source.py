@@ -66,7 +66,7 @@ def continue_from(
         source.continue_from(before)
         return record
     if source.shuffle_shards or source.caches:
-        _use_window(source, agree(source.shuffle_shards or len(source.shard_starts)))
+        use_window(source, agree(source.shuffle_shards or len(source.shard_starts)))
     if not source.shuffle_shards:
         return record
     n = source.split_sizes[0]
@@ -79,7 +79,7 @@ def _choose_window(source: IndexedSource, settings: SourceSettings) -> None:
         return
     n_shards = len(source.shard_starts)
     if settings.shuffle_shards is not None and n_shards:
-        _use_window(source, settings.shuffle_shards)
+        use_window(source, settings.shuffle_shards)
         return
     size, limit = sum(cache.n_bytes for cache in source.caches), cache_limit(settings.cache_gb) if source.caches else 0
     if size <= limit:
@@ -91,10 +91,11 @@ def _choose_window(source: IndexedSource, settings: SourceSettings) -> None:
     n_fit = (limit - sum(cache.n_bytes_beside for cache in source.caches)) * n_shards // size
     if n_fit < 3:
         raise UserError(f"data.cache_gb: {sizes}, but at least three shards must fit; raise it, or free some space")
-    _use_window(source, max(1, n_fit * 2 // 5))
+    use_window(source, max(1, n_fit * 2 // 5))
 
 
-def _use_window(source: IndexedSource, n: int) -> None:
+def use_window(source: IndexedSource, n: int) -> None:
+    """Shuffle the rows of n shards together, and hold out rows of the first shards; do nothing if n is all shards."""
     starts = [*source.shard_starts, source.n_tokens]
     if not 0 < n < len(starts) - 1:
         return

@@ -33,6 +33,7 @@ from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
 from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import keys_of, seed_key
 from trainer.contract.errors import UserError
+from trainer.contract.object_cache import RowCache
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, CheckpointState
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import HoldOut
@@ -132,6 +133,8 @@ class TrainingData(ABC):
     n_train: int | None = None
     # Whether `read` waits for other ranks. If so, all ranks must call it the same number of times.
     reads_together: bool = False
+    # The caches that download rows from URLs.
+    caches: Sequence[RowCache] = ()
     # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
 
@@ -237,7 +240,7 @@ class IndexedData(TrainingData):
             self._order = WindowOrder(self.split, seed, source.run, source.shard_starts, source.shuffle_shards)
         else:
             self._order = Order(self.split, seed, source.run)
-        self._spans: list[Span] = []
+        self.caches, self._spans = source.caches, list[Span]()
         self._keep(0, 1)
         self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
         self.n_train, self.hold_out = self.split.n_train, self.split.hold_out
@@ -261,7 +264,7 @@ class IndexedData(TrainingData):
 
     def _keep(self, position: int, n: int) -> None:
         """Keep the rows of a batch and of the window after it, if they are stored at a URL."""
-        if not self._source.caches:
+        if not self.caches:
             return
         every = [(0, self._source.n_tokens)]
         spans = self._order.spans(position, n) if isinstance(self._order, WindowOrder) else every

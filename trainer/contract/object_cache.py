@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +36,7 @@ from trainer.contract.wording import gibibytes, join_words
 KINDS = (".safetensors", ".npy")
 # The names of the small files that are read together with the shards.
 _BESIDE = ("meta.json", "tokens.json")
+_PROGRESS = "extraction.json"
 _LARGEST_BESIDE = 2**28
 _HEAD, _LARGEST_HEADER = 2**16, 100_000_000
 # The number of bytes in a request for rows, and the numbers of requests at a time.
@@ -46,6 +47,8 @@ _SHARE_OF_DISK = 0.8
 # How long training waits for a store that does not answer before it stops, and the longest wait between two tries.
 PATIENCE_S, LONGEST_WAIT_S = 300.0, 30.0
 _POLL_S = 0.05
+# The bandwidth is the mean over this time, as far as this many pieces cover it.
+_RATE_OVER_S, _PIECES_OF_RATE = 10.0, 1024
 _LOCKED_FOR_S = 60.0
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
@@ -94,6 +97,7 @@ def refresh(folder: Path, field: str, sums_of: Callable[[Path], Mapping[str, str
         private_folder(objects_folder())
         private_folder(place)
         _keep_beside(store, place, found)
+        _keep_progress(place.parent, field)
         _forget_others(place, {*names} if folder == place else None)
         sums = sums_of(place)
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, "shard-headers") as pool:
@@ -132,6 +136,8 @@ class RowCache:
         self._field, self._limit = field, limit
         # The number of bytes downloaded so far. `on_wait` is called with the seconds that a thread has waited.
         self.n_read, self.on_wait = 0, (lambda _: None)
+        # Whether threads that wait for a shard give up.
+        self.is_interrupted = False
         self._copies = {file: copy for file in files if (copy := copy_of(file))}
         self._stores = {
             folder: ObjectStore(str(url_of(folder)), field) for folder in {file.parent for file in self._copies}
@@ -145,12 +151,23 @@ class RowCache:
         self._failures: dict[Path, tuple[UserError, float]] = {}
         self._n_failed, self._is_closed = 0, False
         self._changed = threading.Condition()
+        # When the last pieces were downloaded, and their sizes.
+        self._pieces: deque[tuple[float, int]] = deque(maxlen=_PIECES_OF_RATE)
         self._threads: list[threading.Thread] = []
 
     @property
     def n_bytes(self) -> int:
         """The total size of all shards."""
         return sum(copy.size for copy in self._copies.values())
+
+    @property
+    def rate(self) -> float:
+        """The number of bytes per second over the last downloads."""
+        with self._changed:
+            pieces = [*self._pieces]
+        recent = [(at, n) for at, n in pieces if at > time.monotonic() - _RATE_OVER_S]
+        seconds = time.monotonic() - recent[0][0] if recent else 1.0
+        return sum(n for _, n in recent) / max(1.0, seconds)
 
     @property
     def n_bytes_beside(self) -> int:
@@ -194,6 +211,8 @@ class RowCache:
         self._changed.notify_all()
         while file not in self._held:
             waited = time.monotonic() - began
+            if self.is_interrupted:
+                raise UserError(f"{self._field}: the wait for {file.name} was interrupted")
             error, _ = self._failures.get(file, (None, 0.0))
             if error and (not isinstance(error, Unreachable) or waited > PATIENCE_S):
                 raise error
@@ -301,6 +320,7 @@ class RowCache:
                 digest.update(piece)
                 with self._changed:
                     self.n_read += len(piece)
+                    self._pieces.append((time.monotonic(), len(piece)))
             os.fsync(descriptor)
         except OSError as error:
             raise self._of_disk(error) from None
@@ -397,9 +417,11 @@ def _folders_in(found: Mapping[str, ObjectFacts]) -> str:
     return "; other formats are only read from local folders" if found else ""
 
 
-def _keep_beside(store: ObjectStore, folder: Path, found: Mapping[str, ObjectFacts]) -> None:
+def _keep_beside(
+    store: ObjectStore, folder: Path, found: Mapping[str, ObjectFacts], names: Sequence[str] = _BESIDE
+) -> None:
     """Download the small files next to the shards, and remove those that no longer exist."""
-    for name in _BESIDE:
+    for name in names:
         facts, file = found.get(name), folder / name
         if facts is None or facts.size > _LARGEST_BESIDE:
             file.unlink(missing_ok=True)
@@ -408,6 +430,15 @@ def _keep_beside(store: ObjectStore, folder: Path, found: Mapping[str, ObjectFac
         if copy_of(file) != copy or _size_of(file) != facts.size:
             store.get(name, file, facts.size)
             _write_copy(file, copy)
+
+
+def _keep_progress(folder: Path, field: str) -> None:
+    """Download the progress of the extraction that wrote the shards, if the parent folder has one."""
+    url = url_of(folder)
+    with contextlib.suppress(UserError):
+        if url is not None:
+            store = ObjectStore(url, field)
+            _keep_beside(store, folder, {_PROGRESS: store.facts(_PROGRESS)}, (_PROGRESS,))
 
 
 def _forget_others(folder: Path, names: Collection[str] | None) -> None:

@@ -22,6 +22,7 @@ from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
+from trainer.contract.object_cache import whole
 from trainer.contract.runs.features import FEATURES, NO_TOKEN, ActivatingExample, Features, example_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.shards import TENSOR, inspect_shards
@@ -80,7 +81,9 @@ def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = 
     for shard in inspect_shards(place).shards if source is None else source.first_shards():
         if left <= 0 or not shard_tells_tokens(shard.file):
             return
-        with safe_open(shard.file, "pt") as tensors:
+        # With `source`, only the columns are read.
+        needed = contextlib.nullcontext() if source else whole(shard.file)
+        with needed, safe_open(shard.file, "pt") as tensors:
             origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
             if any(of_rows.shape != (shard.n_tokens,) for of_rows in origin):
                 return

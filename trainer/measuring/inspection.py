@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.activations.base import are_finite
 from trainer.activations.copies import copies_in
 from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
+from trainer.activations.open_source import use_window
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import HowHeldOut, IndexedData
@@ -86,6 +87,9 @@ class Inspection(msgspec.Struct, frozen=True):
 def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspection:
     """Inspect a folder or file of shards; raise a `JobFileError` for data.path if the shards cannot be read."""
     shard_set, source = inspect_shards(path), Shards(path=str(path))
+    if source.caches:
+        # Look at the first shards only, because downloading all may take hours.
+        use_window(source, 1)
     stage("reading rows")
     rows = _sample(source, seed)
     usable = are_finite(rows, rows)
@@ -232,6 +236,6 @@ def _subnormal(rows: Tensor) -> float:
 
 def _sample(source: Shards, seed: int) -> Tensor:
     """Return random rows [n, d_in] in their stored dtype and order."""
-    n = source.n_tokens
+    n = source.split_sizes[0] if source.shuffle_shards else source.n_tokens
     indices = np.arange(n) if n <= SAMPLE_ROWS else np.random.default_rng(seed).choice(n, SAMPLE_ROWS, replace=False)
     return source.rows(indices)

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Source, StreamSource
+from trainer.activations.base import IndexedSource, Source, StreamSource
 from trainer.activations.outliers import LeftOut, Outliers
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.job import JobConfig
-from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, DataWait, Pace, Span
+from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, URL_REMEDY, DataWait, Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
 from trainer.parallel.shares import Shares
@@ -152,7 +152,11 @@ class IntervalRecorder:
         _, seconds, waited_s, ranks = paces["pace"].tolist()
         waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
         if waits is not None:
-            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else STORED_REMEDY
+            caches = self._source.caches if isinstance(self._source, IndexedSource) else ()
+            stored = (
+                f"{URL_REMEDY} ({sum(one.rate for one in caches) / 1e6:,.0f} MB/s now)" if caches else STORED_REMEDY
+            )
+            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else stored
             share = f"training waits for data {waited_s / seconds:.0%} of the time"
             self._report.warn("data_wait", f"{share}: {remedy}") if waits else self._report.log("data_wait", share)
 

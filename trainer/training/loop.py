@@ -82,6 +82,10 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
     return f"{whole:,} tokens do not fit in memory at once, so micro-batches have {size:,} tokens; {changes}"
 
 
+# How long a thread waits for a shard before the wait is reported, in seconds.
+_LONG_WAIT_S = 1.0
+
+
 class Trainer:
     """Trains one SAE or a sweep's SAEs; every rank runs the same code on its part of each global batch."""
 
@@ -229,6 +233,8 @@ class Trainer:
             self._progress.event("stream", f"reading the held-out rows and a sample, the first rows of {source.place}")
         if isinstance(source, StreamSource):
             source.report = self._note_reading
+        for cache in source.caches:
+            cache.on_wait = self._note_waiting
         self.record = continue_from(source, job, resumed.data_before if resumed else None, self._smallest)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
@@ -628,6 +634,16 @@ class Trainer:
         """Report that a stream's first rows are being read, which can take minutes; later, steps show progress."""
         if is_before_first_step(self._progress.place[0]):
             self._heartbeat(f"{READING}, {n_rows:,}")
+
+    def _note_waiting(self, waited_s: float) -> None:
+        """Report that a thread waits for shards from a URL."""
+        if waited_s < _LONG_WAIT_S:
+            return
+        caches = self._source.caches
+        n_bytes, rate = sum(cache.n_read for cache in caches), sum(cache.rate for cache in caches)
+        done = f"{n_bytes / 1e6:,.0f} MB at {rate / 1e6:,.0f} MB/s"
+        is_before = is_before_first_step(self._progress.place[0])
+        self._heartbeat(f"{READING}, {done}" if is_before else f"downloading shards, {done}")
 
     def _smallest(self, n: int) -> int:
         """Return the smallest number that a rank passes."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sae_tui.jobs import named_python
-from sae_tui.jobs.shard_headers import Fingerprint, answer_of, fingerprint
+from sae_tui.jobs.shard_headers import Fingerprint, answer_of, fingerprint, of_url
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
+from trainer.contract.object_paths import absolute, is_url
+from trainer.contract.paths import working_folder
 from trainer.contract.settings.shards import shards_at
 
 
@@ -50,9 +51,8 @@ class Inspections:
         `python` is the interpreter to use instead of the app's own. Raise `UserError` if the activations cannot be
         read.
         """
-        place = os.path.abspath(place)
-        _, files = shards_at(place)
-        if (state := fingerprint(files)) not in self._of:
+        place = absolute(place, working_folder())
+        if (state := of_url(place) if is_url(place) else fingerprint(shards_at(place)[1])) not in self._of:
             named_python.refuse(python)
             command = self._command or named_python.command(python, "inspect")
             # The command prints its result even if it exits with 1 to report bad data.

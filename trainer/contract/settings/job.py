@@ -669,8 +669,8 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @property
     def stored_rows(self) -> str | None:
-        folders = getattr(self.data.settings, "folders", None)
-        return None if folders is None else str(folders)
+        places_of = getattr(self.data.settings, "places_of", None)
+        return None if places_of is None else str(places_of(0))
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
         """Return the dimensions and the number of rows, from the headers of the data files.

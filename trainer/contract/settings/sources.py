@@ -204,7 +204,7 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def place(self) -> str:
-        return join_words(each(self._places_of(0)))
+        return join_words(each(self.places_of(0)))
 
     @property
     def folders(self) -> Paths:
@@ -212,7 +212,7 @@ class ShardSettings(SourceSettings, frozen=True):
 
         For a URL, this is the local folder that keeps copies of its objects.
         """
-        return _local(self._places_of(0))
+        return _local(self.places_of(0))
 
     def parts(self) -> list[ShardSettings]:
         paths = each(self.path) if self.join else [self.path]
@@ -283,10 +283,10 @@ class ShardSettings(SourceSettings, frozen=True):
         """The setting that names the target folders."""
         return "data.path" if self.target_path is None else "data.target_path"
 
-    def _places_of(self, end: int) -> Paths:
+    def places_of(self, end: int) -> Paths:
         """Return the folders or URLs for the hook's input (`end` 0) or output (`end` 1), of all parts."""
         if len(parts := self.parts()) > 1:
-            return [place for part in parts for place in each(part._places_of(end))]
+            return [place for part in parts for place in each(part.places_of(end))]
         return self._folders_of(end, NO_PROMISES)
 
     def _folders_of(self, end: int, promises: Promises) -> Paths:

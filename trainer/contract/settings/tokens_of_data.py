@@ -8,8 +8,9 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
+from trainer.contract.object_paths import url_of
 from trainer.contract.settings.model_source import ModelSettings
-from trainer.contract.settings.shards import DOCUMENT, TOKENS, inspect_shards, read_header
+from trainer.contract.settings.shards import DOCUMENT, TOKENS, inspect_shards, read_header, shard_files
 from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
@@ -47,7 +48,11 @@ def tells_tokens(folder: Path) -> bool:
     """Return whether the shards in a folder record their tokens and the text order; may raise `UserError`."""
     meta = read_json(folder / META, dict[str, object]) or {}
     is_in_order = not meta.get("shuffled") or isinstance(meta.get("seed"), int)
-    return not folder.is_file() and is_in_order and shard_tells_tokens(inspect_shards(folder).shards[0].file)
+    # Only the copies of objects are looked at, because a request may take long.
+    files = shard_files(folder) if url_of(folder) else [inspect_shards(folder).shards[0].file]
+    if not files:
+        raise UserError(f"data.path: {url_of(folder)} has not been read yet")
+    return not folder.is_file() and is_in_order and shard_tells_tokens(files[0])
 
 
 def shard_tells_tokens(file: Path) -> bool:
