@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainer.activations.base import IndexedSource, Source, StreamSource
+from trainer.activations.base import Source, StreamSource
 from trainer.activations.outliers import LeftOut, Outliers
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
@@ -152,11 +152,9 @@ class IntervalRecorder:
         _, seconds, waited_s, ranks = paces["pace"].tolist()
         waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
         if waits is not None:
-            caches = self._source.caches if isinstance(self._source, IndexedSource) else ()
-            stored = (
-                f"{URL_REMEDY} ({sum(one.rate for one in caches) / 1e6:,.0f} MB/s now)" if caches else STORED_REMEDY
-            )
-            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else stored
+            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else STORED_REMEDY
+            if caches := self._source.caches:
+                remedy = f"{URL_REMEDY}; now {sum(cache.rate for cache in caches) / 1e6:,.0f} MB/s arrive"
             share = f"training waits for data {waited_s / seconds:.0%} of the time"
             self._report.warn("data_wait", f"{share}: {remedy}") if waits else self._report.log("data_wait", share)
 
