@@ -49,7 +49,7 @@ PATIENCE_S, LONGEST_WAIT_S = 300.0, 30.0
 _POLL_S = 0.05
 # The bandwidth is the mean over this time, as far as this many pieces cover it.
 _RATE_OVER_S, _PIECES_OF_RATE = 10.0, 1024
-_LOCKED_FOR_S = 60.0
+_LOCKED_FOR_S, _CHANGED_FOR_S = 60.0, 5.0
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 _refreshed: set[Path] = set()
@@ -573,7 +573,7 @@ def _locked(lock: Path, otherwise: str = "") -> Iterator[None]:
     private_folder(lock.parent)
     descriptor = open_private(lock, 0)
     try:
-        ends = time.monotonic() + _LOCKED_FOR_S
+        ends = time.monotonic() + (_CHANGED_FOR_S if otherwise else _LOCKED_FOR_S)
         while not try_lock(descriptor):
             if time.monotonic() > ends:
                 raise UserError(otherwise or f"{lock} is locked by another process; wait for it, or stop it")

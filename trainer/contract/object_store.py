@@ -270,7 +270,9 @@ class _Missing(UserError):
 
 def _facts(entry: Mapping[str, Any]) -> ObjectFacts:
     versions = (entry.get(key) for key in ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created"))
-    return ObjectFacts(int(entry["size"] or 0), next((str(one) for one in versions if one), ""))
+    version = next((one for one in versions if one), "")
+    # A listing and a request for one object may give the same time as a number and as a datetime.
+    return ObjectFacts(int(entry["size"] or 0), str(getattr(version, "timestamp", lambda: version)()))
 
 
 def _kind(error: Exception) -> Literal["access", "missing", "permanent", "transient"]:
