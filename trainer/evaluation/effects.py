@@ -1,10 +1,14 @@
 """Measures how much a language model's loss changes if a latent is ablated, for every latent of an SAE.
 
 Ablating a latent subtracts its contribution, activation · direction, from the kept rows at the hook. The rest of the
-rows stays the model's own, so the SAE's reconstruction error has no influence. One forward and one backward pass over
-the text estimate all effects to first order, as −⟨gradient, contribution⟩ (attribution patching; Syed et al. 2023,
-arXiv 2310.10348, and Marks et al. 2024, arXiv 2403.19647). The latents with the largest estimates are then ablated one
-at a time, on a part of the text.
+rows stays the model's own, so the SAE's reconstruction error has no influence. A latent of a cross-layer transcoder
+contributes to the outputs of several MLPs; ablating it changes all of them.
+
+One forward and two backward passes over the text estimate all effects, as −⟨gradient, contribution⟩ (attribution
+patching; Syed et al. 2023, arXiv 2310.10348, and Marks et al. 2024, arXiv 2403.19647) + ½⟨root, contribution⟩². The
+second term is the curvature of the loss within a row: the Gauss-Newton matrix is positive semidefinite, and `root` is a
+random vector whose expected outer product is its block for the row. The latents with the largest estimates are then
+ablated one at a time, on a part of the text.
 """
 
 from __future__ import annotations
@@ -41,12 +45,14 @@ class SaeLatents(NamedTuple):
     """An SAE's latents in the units of raw rows.
 
     `acts_of` returns the activations of rows [n, d_in] in training units, `scale` times as large as in raw units.
-    `directions` [d_sae, d_out] are the decoder's directions in raw units.
+    `directions` [d_sae, d_out] are the decoder's directions in raw units. If the model has several pairs of hooks, the
+    rows are read at pair `pair`, and the directions are joined from the ones at this and all later pairs.
     """
 
     acts_of: Callable[[Tensor], Acts]
     scale: Tensor
     directions: Tensor
+    pair: int = 0
 
     @torch.no_grad()
     def raw_acts(self, rows: Tensor) -> Acts:
@@ -55,7 +61,7 @@ class SaeLatents(NamedTuple):
 
 
 class ReadBatch(NamedTuple):
-    """A batch after the backward pass: the loss in each context [n_contexts], and each latent's effect [d_sae]."""
+    """A batch after the backward passes: the loss in each context [n_contexts], and each latent's effect [d_sae]."""
 
     batch: ContextBatch
     kept: KeptRows
@@ -121,7 +127,8 @@ def _summed(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def effects_of(model: SplicedModel, learner: Learner, n_tokens: int | None) -> tuple[Effects, dict[str, Tensor]]:
     """Measure the effects of a learner's latents; see `measure_effects`."""
     sae = learner.sae
-    latents = SaeLatents(partial(acts_of, learner), sae.acts_scale, sae.raw_decoder().detach())
+    pair = learner.layer.number if learner.layer else 0
+    latents = SaeLatents(partial(acts_of, learner), sae.acts_scale, sae.raw_decoder().detach(), pair)
     return measure_effects(model, latents, n_tokens)
 
 
@@ -187,15 +194,18 @@ def _estimated(model: SplicedModel, latents: SaeLatents, batch: ContextBatch, su
     kept = model.kept(batch)
     if not kept.counts.any():
         return ReadBatch(batch, kept, torch.zeros(len(batch.ids)), torch.zeros(len(latents.directions)))
-    rows, gradient, loss = model.gradients(batch, kept)
+    rows, gradient, root, loss = model.gradients(batch, kept, latents.pair)
     acts = latents.raw_acts(rows)
     values = acts.values.detach().requires_grad_()
     with torch.enable_grad():
         # The gradient of the activations is a product of only the active directions with the rows' gradient.
         contributions = decode(acts.with_values(values), latents.directions)
-        (slopes,) = torch.autograd.grad(contributions, values, gradient)
+        slope, random = (
+            acts.values * torch.autograd.grad(contributions, values, one, retain_graph=True)[0]
+            for one in (gradient, root)
+        )
     which, of_rows, _ = active_entries(acts)
-    effects = -(acts.values * slopes)[acts.values > 0]
+    effects = (random.square() / 2 - slope)[acts.values > 0]
     return ReadBatch(batch, kept, loss, sums.add(kept, which, of_rows, effects))
 
 
@@ -209,15 +219,17 @@ def _ablated(
     n_tokens = sum(int(one.kept.predicts.sum()) for one in read)
     changes, fires = torch.zeros(len(chosen), dtype=torch.float64), torch.zeros(len(chosen), dtype=torch.bool)
     for one in read:
-        which, all_rows, all_values = active_entries(latents.raw_acts(model.rows(one.batch, one.kept)))
-        for place, latent in enumerate(chosen):
-            rows, values = all_rows[which == latent], all_values[which == latent]
-            if len(rows):
-                added = latents.directions.new_zeros(int(one.kept.counts.sum()), latents.directions.shape[1])
-                added[rows] = -values[:, None] * latents.directions[latent]
-                changes[place] += (model.loss_by_context(one.batch, one.kept, added) - one.loss).sum()
-                fires[place] = True
-            advance()
+        which, all_rows, all_values = active_entries(latents.raw_acts(model.rows(one.batch, one.kept, latents.pair)))
+        with model.skipping(one.batch, one.kept, latents.pair):
+            for place, latent in enumerate(chosen):
+                rows, values = all_rows[which == latent], all_values[which == latent]
+                if len(rows):
+                    added = latents.directions.new_zeros(int(one.kept.counts.sum()), latents.directions.shape[1])
+                    added[rows] = -values[:, None] * latents.directions[latent]
+                    changed = model.loss_by_context(one.batch, one.kept, added, latents.pair)
+                    changes[place] += (changed - one.loss).sum()
+                    fires[place] = True
+                advance()
     estimates = sum((one.effects for one in read), torch.zeros(len(latents.directions), dtype=torch.float64))
     found = [
         AblatedLatent(latent, float(estimates[latent]) / n_tokens, float(changes[place]) / n_tokens)

@@ -122,8 +122,6 @@ def evaluations_of(
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code)
-    if n_effect_tokens and job.n_layers > 1:
-        raise UserError("--effects: a cross-layer transcoder's latents write to several layers; leave --effects out")
     state, source = read_state(checkpoint), open_source(job)
     if job.data.held_out(source.n_tokens):
         # The data may have grown, so hold out the same rows as in training.

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy, log_softmax, pad
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
@@ -33,7 +34,7 @@ from trainer.contract.settings.job_file import parse_as
 from trainer.evaluation.figures import Rebuilt, Reconstruct, by_label, ratio_error
 from trainer.evaluation.probing import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
-from trainer.extraction.language_model import LanguageModel, NoLoss
+from trainer.extraction.language_model import REFUSALS, LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, ContextBatch, batches
 from trainer.extraction.state import ExtractionState
 
@@ -118,14 +119,16 @@ class KeptRows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The kept rows of a batch, and the gradient of the summed loss with respect to them.
+    """The kept rows of a batch, and the gradient and curvature of the summed loss with respect to them.
 
-    `rows` [n, d_in] are read at the hook, and `gradient` [n, d_out] belongs to the rows that the SAE's output replaces;
-    both are in fp32. `loss` is the loss in each context, float64 [n_contexts] on the CPU.
+    `rows` [n, d_in] are read at the hook, and `gradient` [n, d_out] belongs to the rows that the SAE's output replaces.
+    `root` [n, d_out] is random; its expected outer product in each row is the row's block of the Gauss-Newton matrix.
+    All are in fp32. `loss` is the loss in each context, float64 [n_contexts] on the CPU.
     """
 
     rows: Tensor
     gradient: Tensor
+    root: Tensor
     loss: Tensor
 
 
@@ -226,6 +229,9 @@ class SplicedModel:
             if not only_reads:
                 raise
             self._model, self.has_loss = LanguageModel(only, device), False
+        self._n_pairs = 1 + len(others)
+        # For each pair of hooks, whether the blocks before it can be skipped.
+        self._skips: dict[int, bool] = {}
         self._in_stream = only.hooks[-1].site in _IN_STREAM
         self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
 
@@ -330,10 +336,12 @@ class SplicedModel:
         w_u = self._model.unembedding() if self._in_stream and self.has_loss else None
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
-    def gradients(self, batch: ContextBatch, kept: KeptRows) -> Gradients:
-        """Run the unchanged model on a batch, and return the gradient of the loss with respect to the kept rows.
+    def gradients(self, batch: ContextBatch, kept: KeptRows, pair: int = 0) -> Gradients:
+        """Run the unchanged model on a batch; return the first and second derivatives of the loss for the kept rows.
 
-        The model does not run in inference mode. The graph begins at the hook, because no parameter has a gradient.
+        With several pairs of hooks, the rows are read at pair `pair`, and the derivatives of the rows that this and all
+        later pairs replace are joined. The model does not run in inference mode. The graph begins at the hook, because
+        no parameter has a gradient.
         """
         rows: list[Tensor] = []
         added: list[Tensor] = []
@@ -343,21 +351,53 @@ class SplicedModel:
             added.append(torch.zeros_like(written, requires_grad=True))
             return written + added[-1]
 
-        with torch.enable_grad(), self._model.replacing(add_zeros):
-            loss = _loss_by_context(kept, self._model.logits(batch))
-            (gradient,) = torch.autograd.grad(loss.sum(), added[-1:])
-        return Gradients(rows[-1], _rows(kept, gradient), loss.detach().cpu())
+        with torch.enable_grad(), self._model.replacing(*self._from(pair, [add_zeros] * (self._n_pairs - pair))):
+            logits = self._model.logits(batch)
+            loss = _loss_by_context(kept, logits)
+            gradients = torch.autograd.grad(loss.sum(), added, retain_graph=True)
+            roots = torch.autograd.grad(logits, added, _random_root(batch, kept, logits.detach()))
+        gradient, root = (torch.cat([_rows(kept, one) for one in parts], dim=1) for parts in (gradients, roots))
+        return Gradients(rows[0], gradient, root, loss.detach().cpu())
+
+    def _from(self, pair: int, changes: Sequence[Change]) -> list[Change]:
+        """Return a change for each pair of hooks: none before `pair`, then `changes`."""
+        return [*[lambda _, written: written] * pair, *changes]
 
     @torch.inference_mode()
-    def rows(self, batch: ContextBatch, kept: KeptRows) -> Tensor:
+    def rows(self, batch: ContextBatch, kept: KeptRows, pair: int = 0) -> Tensor:
         """Return the kept rows [n, d_in] at the hook that is read, in fp32."""
-        return self._model.rows(batch, kept.counts.flatten().nonzero().flatten())[0].float()
+        return self._model.rows(batch, kept.counts.flatten().nonzero().flatten())[2 * pair].float()
 
     @torch.inference_mode()
-    def loss_by_context(self, batch: ContextBatch, kept: KeptRows, added: Tensor) -> Tensor:
-        """Return the loss in each context, float64 [n_contexts], with `added` [n, d_out] added to the kept rows."""
-        with self._model.replacing(partial(_replaced, kept.counts, lambda _, rows: rows + added)):
+    def loss_by_context(self, batch: ContextBatch, kept: KeptRows, added: Tensor, pair: int = 0) -> Tensor:
+        """Return the loss in each context, float64 [n_contexts], with `added` [n, d] added to the kept rows.
+
+        With several pairs of hooks, `added` joins what is added to the rows that `pair` and all later pairs replace.
+        """
+        parts = added.tensor_split(self._n_pairs - pair, dim=1)
+        changes = self._from(pair, [partial(_replaced, kept.counts, partial(_sum, part)) for part in parts])
+        with self._model.replacing(*changes):
             return _loss_by_context(kept, self._model.logits(batch)).cpu()
+
+    @contextlib.contextmanager
+    def skipping(self, batch: ContextBatch, kept: KeptRows, pair: int = 0) -> Iterator[None]:
+        """Skip the blocks before a pair of hooks whenever the model runs on `batch`, if this does not change its loss.
+
+        For a hook in the middle of a model, this saves about a third of the time.
+        """
+        if pair not in self._skips:
+            self._skips[pair] = self._can_skip(batch, kept, pair)
+        with torch.inference_mode(), self._model.skipping(batch, 2 * pair) if self._skips[pair] else nullcontext():
+            yield
+
+    @torch.inference_mode()
+    def _can_skip(self, batch: ContextBatch, kept: KeptRows, pair: int) -> bool:
+        whole = _loss_by_context(kept, self._model.logits(batch))
+        try:
+            with self._model.skipping(batch, 2 * pair):
+                return torch.allclose(_loss_by_context(kept, self._model.logits(batch)), whole, rtol=1e-5)
+        except REFUSALS:
+            return False
 
     def batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
         """Return batches with about `n_tokens` tokens in total, and whether their text is new to the extraction.
@@ -411,6 +451,28 @@ def _loss_by_context(kept: KeptRows, logits: Tensor) -> Tensor:
     targets[:, :-1] = kept.ids[:, 1:].where(kept.predicts, _IGNORED)
     ce = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED)
     return ce.view(targets.shape).sum(1, dtype=torch.float64)
+
+
+def _random_root(batch: ContextBatch, kept: KeptRows, logits: Tensor) -> Tensor:
+    """Return a random tensor like `logits`; in each prediction, its expected outer product is the loss's Hessian.
+
+    The Hessian for probabilities p is diag(p) − ppᵀ = BBᵀ with B = diag(√p) − p√pᵀ. The tensor contains Bv, with random
+    signs v.
+    """
+    found, predicts = torch.zeros_like(logits), pad(kept.predicts, (0, 1))
+    for context, own in enumerate(found):
+        # The seed depends on the tokens alone, so that the result does not depend on how contexts are batched.
+        seed = int(batch.ids[context][batch.documents[context] != PADDING].sum())
+        generator = torch.Generator(logits.device).manual_seed(seed)
+        signs = torch.randint(0, 2, own.shape, dtype=torch.int8, device=own.device, generator=generator)
+        p = logits[context].softmax(-1)
+        own.copy_(signs).mul_(2).sub_(1).mul_(p.sqrt())
+        own.sub_(p.mul_(own.sum(-1, keepdim=True))).mul_(predicts[context, :, None])
+    return found
+
+
+def _sum(added: Tensor, _: Tensor, rows: Tensor) -> Tensor:
+    return rows + added
 
 
 def _share(part: float, whole: float) -> float:

@@ -185,6 +185,46 @@ def replacing(model: nn.Module, point: HookPoint, change: Callable[[Tensor], Ten
         handle.remove()
 
 
+@contextlib.contextmanager
+def skipping(model: nn.Module, blocks: BlockList, n: int, read: Callable[[], object]) -> Iterator[None]:
+    """Skip the first `n` blocks whenever the model runs in the `with` block.
+
+    They return what the last of them returns while `read` runs the model, so the model must run on the same batch.
+    """
+    skipped = [model.get_submodule(f"{blocks.path}.{number}") for number in range(n)]
+    outputs: list[Any] = []
+
+    def record(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        outputs.append(output)
+        raise _Recorded
+
+    if skipped:
+        handle = skipped[-1].register_forward_hook(record)
+        try:
+            with contextlib.suppress(_Recorded):
+                read()
+        finally:
+            handle.remove()
+    for block in skipped if outputs else []:
+        block.forward = lambda *_, **__: _copied(outputs[0])
+    try:
+        yield
+    finally:
+        for block in skipped:
+            vars(block).pop("forward", None)
+
+
+class _Recorded(Exception):
+    """Raised to end a forward pass early, once the output of the last skipped block is known."""
+
+
+def _copied(output: Any) -> Any:
+    # Later blocks may overwrite the tensors.
+    if isinstance(output, tuple):
+        return tuple(map(_copied, output))
+    return output.clone() if isinstance(output, Tensor) else output
+
+
 def drop_blocks_above(model: nn.Module, blocks: BlockList, points: Sequence[HookPoint]) -> int:
     """Remove the blocks above the highest hook point, and return the number of remaining blocks.
 

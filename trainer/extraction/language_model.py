@@ -11,6 +11,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from trainer.extraction.hook_points import (
     output_paths,
     replacing,
     rows_of,
+    skipping,
     taking,
 )
 from trainer.extraction.model_files import refuse_odd_config, refuse_odd_files
@@ -61,7 +63,7 @@ _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
 # Held while the gguf package is patched.
 _gguf_lock = threading.Lock()
 # Exceptions raised by models that need inputs other than token ids or do not accept restarting positions.
-_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 class NoLoss(UserError):
@@ -255,6 +257,19 @@ class LanguageModel:
         with taking(self._model, [first] if first != last else [], take), replacing(self._model, last, changed):
             yield
 
+    @contextlib.contextmanager
+    def skipping(self, batch: ContextBatch, number: int) -> Iterator[None]:
+        """Skip the blocks that run before hook `number` whenever the model runs on `batch` in the `with` block.
+
+        Some models cannot skip blocks, because a later block also uses other tensors of an earlier one.
+        """
+        point = self.points[number]
+        of_point = self._blocks.number(point.path) or 0
+        is_output = not point.of_input and point.path == f"{self._blocks.path}.{of_point}"
+        read = partial(self._forward, batch, packed=self.packs)
+        with skipping(self._model, self._blocks, of_point + is_output, read):
+            yield
+
     def _require_known(self, ids: Ids) -> None:
         if unknown := ids[(ids < 0) | (ids >= self._n_ids)].tolist():
             known = f"the model has ids 0 to {self._n_ids - 1}"
@@ -294,7 +309,7 @@ class LanguageModel:
         try:
             alone = ContextBatch(ids[:1, second], positions[:1, second], documents[:1, second])
             single = self._forward(alone, packed=False)[0]
-        except _REFUSALS as error:
+        except REFUSALS as error:
             if is_shortage(error):
                 raise
             message = f"{self.class_name} needs inputs other than token ids: {first_line(error)}"
@@ -303,7 +318,7 @@ class LanguageModel:
             return False
         try:
             one, other = (self._forward(ContextBatch(of, positions, documents), packed=True) for of in (ids, others))
-        except _REFUSALS:
+        except REFUSALS:
             return False
         seconds = torch.from_numpy(~of_first).to(one.device)
         is_tight = _change(one[seconds], other[seconds]) <= _LEAKS.get(self.dtype, _LEAKS[torch.float32])

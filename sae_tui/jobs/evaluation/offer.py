@@ -107,8 +107,6 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
         of_model = printable(model.name) if model and name != ROWS else ""
         words = _words(name, of_model, seconds.get(name, 0.0), [one.parts.get(name) for one in cards])
         why_not = "" if model or name == ROWS else no_model
-        if name == EFFECTS and model and parsed and parsed.n_layers > 1:
-            why_not = "the latents of a cross-layer transcoder write to several layers"
         parts.append(OfferedPart(name, words, why_not, name in default))
     if not wants_gpu:
         return EvaluationOffer(job.id, tuple(parts), "the CPU")

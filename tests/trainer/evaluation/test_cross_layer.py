@@ -22,15 +22,18 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.runs.checkpoint_manifest import newest_first
-from trainer.contract.runs.features import CARD
+from trainer.contract.runs.features import EFFECT, FEATURES, Features
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.runs.report_card import facts, read_card, remarks
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.evaluation.cross_layer import ExportedLayers, StoredLayers
+from trainer.evaluation.effects import SaeLatents, measure_effects
 from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.evaluate_run import evaluations_of
+from trainer.evaluation.exported import read_exported
 from trainer.evaluation.spliced import SplicedModel
+from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_set import export_set
 from trainer.training.hub_card import hub_card
 
@@ -104,13 +107,6 @@ def test_an_evaluation_measures_the_averaged_weights_that_are_exported(
         (card,) = evaluation.cards
         stated = json.loads((run_dir / "sae" / card.label / "cfg.json").read_text())["metadata"]
         assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=1e-3)
-
-
-def test_the_effects_of_a_cross_layer_transcoders_latents_are_refused_by_name(finished: Path, capsys: Any) -> None:
-    before = (finished / "sae" / LABELS[0] / CARD).read_bytes()
-    assert main(["eval", str(finished), "--device", "cpu", "--model", "auto", "--effects"]) == 1
-    assert "--effects: a cross-layer transcoder's latents write to several layers" in capsys.readouterr().err
-    assert (finished / "sae" / LABELS[0] / CARD).read_bytes() == before
 
 
 def test_a_layer_is_evaluated_although_a_later_one_is_missing(finished: Path) -> None:
@@ -249,12 +245,80 @@ def test_the_loss_with_all_mlps_replaced_matches_a_loop_over_documents(
     assert patched.ce == pytest.approx(np.mean(ce), rel=1e-4)
     assert patched.ce_with_sae == pytest.approx(np.mean(ce_with_sae), rel=1e-4)
     assert patched.n_replaced == 2
-    assert main(["eval", str(run_dir), "--device", "cpu", "--model", "auto", "--tokens", "200"]) == 0
+    flags = ["--device", "cpu", "--model", "auto", "--tokens", "200", "--effects", "--effect-tokens", "200"]
+    assert main(["eval", str(run_dir), *flags]) == 0
     card = read_card(folders[1])
     assert card is not None
     assert card.together is not None
     assert card.spliced is None
     assert card.together.n_replaced == 2
+    (first, last), *others = hooks
+    for number, folder in enumerate(folders):
+        spliced = SplicedModel(extraction, first, CPU, last, others=others)
+        layer = read_exported(folder, CPU)
+        _, tensors = measure_effects(spliced, SaeLatents(layer.encode, torch.ones(()), layer.W_dec, number), 200)
+        stored = torch.tensor(Features(folder / FEATURES).effects)
+        assert stored.abs().max() > 1e-6
+        torch.testing.assert_close(stored, tensors[EFFECT], rtol=1e-3, atol=1e-7)
+
+
+def test_the_effect_of_a_latent_is_its_contribution_to_all_mlps_from_its_layer_on(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.evaluation.spliced._random_root", lambda _, __, logits: torch.zeros_like(logits))
+    text = tmp_path / "corpus.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(20)))
+    job = extraction_job(gpt2, text, tmp_path / "rows", hooks=["mlp.0-2"], context=64, n_tokens=300)
+    pairs = [(f"mlp_in.{layer}", f"mlp_out.{layer}") for layer in range(3)]
+    spliced = SplicedModel(job, pairs[0][0], CPU, pairs[0][1], others=pairs[1:])
+    generator = torch.Generator().manual_seed(1)
+    for pair in (0, 1):
+        w_enc, w_dec = (torch.randn(shape, generator=generator) for shape in ((D_IN, 3), (3, (3 - pair) * D_IN)))
+        latents = SaeLatents(lambda x, w=w_enc: DenseActs((x @ w).relu()), torch.ones(()), 0.02 * w_dec, pair)
+        figures, tensors = measure_effects(spliced, latents, 300, 300)
+        losses = LayerLosses(gpt2, w_enc, latents.directions, pair, spliced.batches(300)[0])
+        assert len(figures.ablated) == 3
+        for one in figures.ablated:
+            changed = losses.of(one.latent, 1) - losses.of(one.latent, 0)
+            slope = (losses.of(one.latent, 1e-4) - losses.of(one.latent, -1e-4)) / 2e-4
+            n = figures.n_tokens
+            assert one.ablation == pytest.approx(changed / n, rel=1e-3, abs=1e-6)
+            assert float(tensors[EFFECT][one.latent]) == pytest.approx(slope / n, rel=1e-3, abs=1e-6)
+
+
+class LayerLosses:
+    """Computes the loss in float64, one document at a time, with a part of a latent's contributions subtracted."""
+
+    def __init__(self, folder: Path, w_enc: Tensor, directions: Tensor, pair: int, batches: Any) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        self._w_enc, self._parts, self._pair = w_enc.double(), directions.double().split(D_IN, dim=1), pair
+        self._pieces = [
+            torch.from_numpy(ids[documents == number])
+            for batch in batches
+            for ids, documents in zip(batch.ids, batch.documents, strict=True)
+            for number in dict.fromkeys(documents.tolist())
+        ]
+
+    @torch.no_grad()
+    def of(self, latent: int, share: float) -> float:
+        mlps = [block.mlp for block in self._model.transformer.h][self._pair :]
+        total = 0.0
+        for ids in self._pieces:
+            # A first pass reads the rows of the unchanged model.
+            rows: list[Tensor] = []
+            handle = mlps[0].register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0]))
+            self._model(ids[None])
+            handle.remove()
+            acts = (rows[0] @ self._w_enc).relu()[..., latent, None] * (torch.arange(len(ids)) > 0)[:, None]
+            handles = [
+                mlp.register_forward_hook(lambda _, __, own, d=part[latent], a=acts: own - share * a * d)
+                for mlp, part in zip(mlps, self._parts, strict=True)
+            ]
+            log_p = self._model(ids[None]).logits[0].log_softmax(-1)
+            for one in handles:
+                one.remove()
+            total -= sum(float(log_p[at, ids[at + 1]]) for at in range(1, len(ids) - 1))
+        return total
 
 
 def patched_model(extraction: Any, hooks: list[tuple[str, str]], layers: ExportedLayers) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +30,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.effects import SaeLatents, measure_effects
 from trainer.evaluation.exported import read_exported
-from trainer.evaluation.spliced import SplicedModel, job_of_data
-from trainer.extraction.packing import PADDING
+from trainer.evaluation.spliced import KeptRows, SplicedModel, _random_root, job_of_data
+from trainer.extraction.packing import PADDING, ContextBatch
 from trainer.saes.sparse_acts import DenseActs
 from trainer.saes.topk import TopK
 from trainer.training.loop import Trainer
@@ -90,12 +91,44 @@ def job_on(model: Path, text: Path, **settings: Any) -> ExtractJob:
     return extraction_job(model, text, text.parent / "rows", **{"hooks": [HOOK], "context": 48} | settings)
 
 
+def patterned(ids: Tensor, predicts: Tensor, n_ids: int) -> Tensor:
+    """Return a fixed direction of the logits [..., n_tokens, n_ids], which is 0 where nothing is predicted."""
+    return (ids[..., None] + torch.arange(n_ids)).double().cos() * predicts[..., None]
+
+
+@pytest.fixture
+def known_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the random direction of the logits with a fixed one."""
+
+    def root(_: object, kept: KeptRows, logits: Tensor) -> Tensor:
+        predicts = torch.nn.functional.pad(kept.predicts, (0, 1))
+        return patterned(kept.ids, predicts, logits.shape[-1]).to(logits)
+
+    monkeypatch.setattr("trainer.evaluation.spliced._random_root", root)
+
+
+@pytest.fixture
+def no_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.evaluation.spliced._random_root", lambda _, __, logits: torch.zeros_like(logits))
+
+
 class Piece(NamedTuple):
     """The tokens of a document in one context, the document's number, and the rows that can be changed."""
 
     ids: Tensor
     document: int
     kept: Tensor
+
+    @property
+    def predicts(self) -> Tensor:
+        """Mark the rows after which a token is predicted."""
+        return self.kept & (torch.arange(len(self.ids)) < len(self.ids) - 1)
+
+
+def _loss(piece: Piece, logits: Tensor) -> Tensor:
+    log_p = logits.log_softmax(-1)
+    losses = [-log_p[at, piece.ids[at + 1]] for at in piece.predicts.nonzero().flatten().tolist()]
+    return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
 
 
 class Loop:
@@ -140,12 +173,13 @@ class Loop:
             for handle in handles:
                 handle.remove()
 
+    def logits(self, piece: Piece, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        with self._changed(change):
+            return self.model(piece.ids[None]).logits[0]
+
     def loss(self, piece: Piece, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return the summed loss of the tokens after kept rows."""
-        with self._changed(change):
-            log_p = self.model(piece.ids[None]).logits[0].log_softmax(-1)
-        losses = [-log_p[at, piece.ids[at + 1]] for at in range(len(piece.ids) - 1) if piece.kept[at]]
-        return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+        return _loss(piece, self.logits(piece, change))
 
     def estimates(self, piece: Piece, w_dec: Tensor) -> tuple[Tensor, Tensor]:
         """Return each latent's estimated effect on the summed loss, [d_sae], and the number of rows it fires on."""
@@ -156,14 +190,34 @@ class Loop:
             read.append(rows.detach())
             return written + added
 
-        loss = self.loss(piece, change)
-        gradient = torch.autograd.grad(loss, added)[0] if loss.requires_grad else torch.zeros_like(added)
+        logits = self.logits(piece, change)
+        loss, zeros = _loss(piece, logits), torch.zeros_like(added)
+        (gradient,) = torch.autograd.grad(loss, added, retain_graph=True) if loss.requires_grad else (zeros,)
+        root = patterned(piece.ids, piece.predicts, logits.shape[-1])
+        (second,) = torch.autograd.grad((root * logits).sum(), added)
         acts = encoded(read[0]) * piece.kept[:, None]
         effects = torch.zeros(len(w_dec), dtype=torch.float64)
-        for row, of_row in zip(gradient, acts, strict=True):
+        for row, of_second, of_row in zip(gradient, second, acts, strict=True):
             for latent, act in enumerate(of_row.tolist()):
-                effects[latent] -= act * (row @ w_dec[latent].double())
+                contribution = act * w_dec[latent].double()
+                effects[latent] += (of_second @ contribution) ** 2 / 2 - row @ contribution
         return effects, (acts > 0).sum(0)
+
+    @torch.no_grad()
+    def curvature(self, piece: Piece, w_dec: Tensor, step: float = 1e-4) -> Tensor:
+        """Return half the Gauss-Newton form of each contribution, summed over rows, [d_sae], by finite differences."""
+        rows: list[Tensor] = []
+        p = self.logits(piece, lambda read, written: rows.append(read) or written).softmax(-1)
+        acts = encoded(rows[0]) * piece.kept[:, None]
+        found = torch.zeros(len(w_dec), dtype=torch.float64)
+        for at, latent in acts.nonzero().tolist():
+            step_of = torch.zeros_like(rows[0])
+            step_of[at] = step * acts[at, latent] * w_dec[latent].double()
+            up, down = (self.logits(piece, lambda _, own, by=by: own + by) for by in (step_of, -step_of))
+            slope = (up - down) / (2 * step)
+            variances = (p * slope**2).sum(-1) - (p * slope).sum(-1) ** 2
+            found[latent] += variances[piece.predicts].sum() / 2
+        return found
 
     def ablated(self, piece: Piece, latent: int, w_dec: Tensor) -> float:
         """Return the change of the summed loss if the latent's contribution is subtracted."""
@@ -176,6 +230,7 @@ class Loop:
             return float(self.loss(piece, change) - self.loss(piece, lambda _, written: written))
 
 
+@pytest.mark.usefixtures("known_root")
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 def test_estimates_and_errors_match_a_float64_loop_over_documents(
     family: str, models: Callable[[str], Path], text: Path
@@ -220,6 +275,7 @@ def test_ablations_match_a_loop_that_subtracts_each_contribution(
     assert figures.ratio == pytest.approx(np.abs(estimates).sum() / np.abs(ablations).sum())
 
 
+@pytest.mark.usefixtures("known_root")
 def test_a_transcoders_latents_change_the_output_of_its_mlp(models: Callable[[str], Path], text: Path) -> None:
     job = job_on(models("gpt2"), text, hooks=["mlp_in.1", "mlp_out.1"])
     spliced, loop = SplicedModel(job, "mlp_in.1", CPU, "mlp_out.1"), Loop(models("gpt2"), "gpt2", "mlp", "mlp")
@@ -232,7 +288,28 @@ def test_a_transcoders_latents_change_the_output_of_its_mlp(models: Callable[[st
     assert one.ablation == pytest.approx(change / figures.n_tokens, rel=1e-3)
 
 
-def test_the_error_of_estimates_falls_quadratically_with_the_activations(
+def test_the_expected_curvature_matches_finite_differences_of_the_predictions(
+    models: Callable[[str], Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spliced, loop = SplicedModel(job_on(models("gpt2"), text), HOOK, CPU), Loop(models("gpt2"), "gpt2")
+    expected = sum(loop.curvature(piece, weights()[1]) for piece in loop.pieces(spliced, 48))
+    (batch,), _ = spliced.batches(48)
+    kept, seeds, found = spliced.kept(batch), itertools.count(), []
+
+    def root(batch: ContextBatch, *more: Any) -> Tensor:
+        return _random_root(batch._replace(ids=batch.ids + next(seeds)), *more)
+
+    monkeypatch.setattr("trainer.evaluation.spliced._random_root", root)
+    for _ in range(200):
+        rows, _, roots, _ = spliced.gradients(batch, kept)
+        found.append(((encoded(rows) * (roots @ weights()[1].T)).double() ** 2 / 2).sum(0))
+    mean, error = torch.stack(found).mean(0), torch.stack(found).std(0) / len(found) ** 0.5
+    assert ((mean - expected).abs() <= 5 * error).all()
+    assert float(mean.sum()) == pytest.approx(float(expected.sum()), rel=0.1)
+
+
+@pytest.mark.usefixtures("no_curvature")
+def test_the_error_of_first_order_estimates_falls_quadratically_with_the_activations(
     models: Callable[[str], Path], text: Path
 ) -> None:
     spliced, errors = SplicedModel(job_on(models("gpt2"), text), HOOK, CPU), []

@@ -39,7 +39,7 @@ MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
 # on which latents are ablated. `N_ABLATED` latents are ablated. Estimating takes as long as `GRADIENT_PASSES` forward
 # passes.
 EFFECT_TOKENS, ABLATED_TOKENS = {"cuda": 2**16, "cpu": 2**14}, {"cuda": 2**14, "cpu": 2**11}
-N_ABLATED, GRADIENT_PASSES = 20, 2
+N_ABLATED, GRADIENT_PASSES = 20, 3
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
 # The time in seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
