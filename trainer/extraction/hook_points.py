@@ -192,6 +192,8 @@ def skipping(model: nn.Module, blocks: BlockList, n: int, read: Callable[[], obj
     They return what the last of them returns while `read` runs the model, so the model must run on the same batch.
     """
     skipped = [model.get_submodule(f"{blocks.path}.{number}") for number in range(n)]
+    # Other libraries may have replaced a block's `forward`, too.
+    own = [vars(block).get("forward") for block in skipped]
     outputs: list[Any] = []
 
     def record(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
@@ -210,8 +212,10 @@ def skipping(model: nn.Module, blocks: BlockList, n: int, read: Callable[[], obj
     try:
         yield
     finally:
-        for block in skipped:
+        for block, forward in zip(skipped, own, strict=True):
             vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
 
 
 class _Recorded(Exception):

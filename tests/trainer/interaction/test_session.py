@@ -165,6 +165,38 @@ def test_the_effect_on_predictions_equals_that_of_a_loop(tiny: Callable[[str], P
         assert [one.logit, one.plain, one.steered] == pytest.approx(values, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
+def test_a_model_in_bf16_is_read_and_steered_like_a_loop_in_bf16(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A model keeps the dtype of its files only on a GPU.
+    monkeypatch.setattr("trainer.extraction.language_model._dtype", lambda *_: torch.bfloat16)
+    interaction = Interaction(write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post"), CPU)
+    assert interaction._model.dtype == torch.bfloat16
+    plain, text = Plain(tiny(family)), "the dog ran over the hill"
+    plain.model.to(torch.bfloat16)
+    ids, block, taken = plain.tokenizer(text).input_ids, plain.blocks()[1], list[Tensor]()
+    before = plain.logits(ids, {block: lambda _, rows: taken.append(rows) or rows}).float()  # type: ignore[func-returns-value]
+    wanted = acts_of(taken[0][0].float(), weights_of())
+    found = torch.zeros_like(wanted)
+    for at, token in enumerate(interaction.read(ReadText(text)).tokens):
+        for one in token.latents:
+            found[at, one.latent] = one.act
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02 * float(wanted.max()))
+    change = setting(0, 2.0 * float(LARGEST[0]))
+    steered = plain.logits(ids, {block: lambda x, rows: change(x, rows.float()).to(rows.dtype)}).float()
+    answer = generated(interaction, Generate(text, (Steered(0, 2.0),), n_tokens=N))
+    both = steered.log_softmax(-1), before.log_softmax(-1)
+    kl = nn.functional.kl_div(*both, reduction="none", log_target=True).sum(-1)
+    assert answer.kl[0].kl == pytest.approx(0, abs=1e-3)
+    assert [one.kl for one in answer.kl[: len(ids)]] == pytest.approx(kl.tolist(), rel=0.1, abs=0.05)
+    moves = (steered - before)[-1]
+    assert answer.moved
+    for one in answer.moved:
+        alike = [token for token in range(len(moves)) if plain.tokenizer.decode([token]) == one.text]
+        assert min(abs(float(moves[token]) - one.logit) for token in alike) < 0.15 + 0.05 * abs(one.logit)
+
+
 def test_a_transcoder_changes_the_output_of_its_mlp(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.mlp.hook_in", "blocks.1.hook_mlp_out")
     request = Generate("the dog ran over the hill", (Steered(0, 3.0),), n_tokens=N)

@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError
 from trainer.contract.json_file import read_json
-from trainer.contract.planning.hardware import CPU, MeasuredHardware
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
 from trainer.contract.progress import Planned
 from trainer.contract.runs.report_card import (
     EFFECTS,
@@ -42,10 +42,17 @@ EFFECT_TOKENS, ABLATED_TOKENS = {"cuda": 2**16, "cpu": 2**14}, {"cuda": 2**14, "
 N_ABLATED, GRADIENT_PASSES = 20, 3
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
+_BF16_BYTES = 2
 # The time in seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
 _START_S, _PROBE_S = 4.0, 6.0
 # The model loading speed in bytes/s, and the speed of sparse row operations as a share of the matmul speed.
 _LOADING, _OF_ROWS = 2e8, 0.3
+# The time in seconds that Python takes to launch the kernels of a block on a GPU. With the 32 blocks of a 7B model,
+# transformers decodes about 40 tokens/s (github.com/NVIDIA/FasterTransformer/issues/506), although a GPU reads the
+# weights in 5 ms.
+_LAUNCH_S = 0.8e-3
+# The number of tokens per forward pass (`TOKENS_AT_ONCE` in `trainer.evaluation.spliced`).
+_TOKENS_OF_PASS = 1024
 # Stages that are not parts of a report card.
 LOADING, READING, DENSE_PROBES, KNOWN = (
     "loading the model", "reading the text again", "dense probes", "known features",
@@ -79,6 +86,59 @@ class LanguageModelSize(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return Path(self.path).name or self.path
+
+
+class ModelTime(msgspec.Struct, frozen=True):
+    """The expected times in seconds for a language model of this size on a device; see `model_time`."""
+
+    size: ModelSize
+    device: str
+    speeds: Speeds
+
+    @property
+    def _bytes(self) -> float:
+        return self.size.n_parameters * float(self.size.value_bytes("auto", on_cuda=self.device == "cuda"))
+
+    @property
+    def loading_s(self) -> float:
+        """The time to start torch, and to load the weights."""
+        return self._bytes / _LOADING + _START_S
+
+    def pass_s(self, n_tokens: float) -> float:
+        """Return the time for one forward pass: arithmetic, reading the weights, or launching kernels."""
+        flops = 2.0 * self.size.n_parameters * n_tokens / (self.speeds.flops_per_s * READING_SPEED)
+        if self.device != "cuda":
+            return flops
+        return max(flops, self._bytes / self.speeds.memory_bytes_per_s, _LAUNCH_S * self.size.n_layers)
+
+    def text_s(self, n_tokens: float) -> float:
+        """Return the time for one pass over a long text, in batches."""
+        return self.pass_s(_TOKENS_OF_PASS) * n_tokens / _TOKENS_OF_PASS
+
+    def answer_s(self, n_prompt: int, n_tokens: int) -> float:
+        """Return the time for a steered answer, with its unchanged continuation, and their comparison."""
+        return self.pass_s(2 * n_prompt) + n_tokens * self.pass_s(2) + self.pass_s(2 * (n_prompt + n_tokens))
+
+    def effects_s(self, n_tokens: int, n_ablated_tokens: int) -> float:
+        """Return the time to estimate the effects of all latents, and to ablate the largest."""
+        return self.text_s(GRADIENT_PASSES * n_tokens + N_ABLATED * n_ablated_tokens)
+
+
+def model_time(size: ModelSize, device: str, name: str = "", box: MeasuredHardware | None = None) -> ModelTime:
+    """Return the expected times for a model; on a GPU, it has the dtype in which it is stored, and fp32 on a CPU."""
+    narrow = device == "cuda" and size.value_bytes("auto", on_cuda=True) == _BF16_BYTES
+    speeds = (box or MeasuredHardware()).speeds(_device_name(device, name), "bf16" if narrow else "fp32", 1)
+    if device == "cpu":
+        speeds = msgspec.structs.replace(speeds, flops_per_s=speeds.flops_per_s * _cores())
+    return ModelTime(size, device, speeds)
+
+
+def _device_name(device: str, name: str) -> str:
+    return name or (CPU if device == "cpu" else "")
+
+
+def _cores() -> int:
+    return min(16, len(os.sched_getaffinity(0)))
 
 
 def language_model(job: JobConfig) -> LanguageModelSize | None:
@@ -123,9 +183,8 @@ def planned(
         shape, saes = job.data_shape(), {label: sae for label, sae in members(job).items() if label not in dropped}
     except JobFileError:
         return {}
-    flops = (box or MeasuredHardware()).speeds(name or (CPU if device == "cpu" else ""), "fp32", 1).flops_per_s
-    if device == "cpu":
-        flops *= min(16, len(os.sched_getaffinity(0)))
+    flops = (box or MeasuredHardware()).speeds(_device_name(device, name), "fp32", 1).flops_per_s
+    flops *= _cores() if device == "cpu" else 1
     d_out = shape.d_out or shape.d_in
     rows = job.data.held_out(shape.n_tokens) or MOST_SAMPLED
     texts = min(shape.n_tokens or MOST_TEXT_ROWS, MOST_TEXT_ROWS)
@@ -142,12 +201,14 @@ def planned(
     seconds[COSINES] = sum(_cosine_seconds(len(labels), widths[labels[0]], d_out, flops) for labels in groups)
     seconds[FIRING] = rows * sum(a_row[label] for labels in groups for label in labels)
     n_hooks = len({job.hook_number(sae) for sae in saes.values()})
-    seconds |= _of_model(job, flops, device, len(saes), n_hooks)
+    model = language_model(job)
+    times = model_time(model.size, device, name, box) if model and model.size else None
+    seconds |= _of_model(times, len(saes), n_hooks)
     measured, wanted = _measured(cards, device, refine), _stages_of(job, {*parts}, has_groups=bool(groups))
     stages = {name: max(0.5, measured.get(name, seconds[name])) for name in seconds if name in wanted}
-    times = {ROWS: _TIMES_ROWS * len(saes), PROBES: len(saes) + n_hooks}
-    times |= dict.fromkeys((LOADING, READING, DENSE_PROBES), n_hooks) | dict.fromkeys((COSINES, FIRING), len(groups))
-    return {PART_TITLES.get(name, name): Planned(s, times.get(name, len(saes))) for name, s in stages.items()}
+    n_times = {ROWS: _TIMES_ROWS * len(saes), PROBES: len(saes) + n_hooks}
+    n_times |= dict.fromkeys((LOADING, READING, DENSE_PROBES), n_hooks) | dict.fromkeys((COSINES, FIRING), len(groups))
+    return {PART_TITLES.get(name, name): Planned(s, n_times.get(name, len(saes))) for name, s in stages.items()}
 
 
 def _stages_of(job: JobConfig, parts: set[str], *, has_groups: bool) -> set[str]:
@@ -175,25 +236,22 @@ def _cosine_seconds(n_saes: int, width: int, d_out: int, flops: float) -> float:
     return n_saes * (n_saes - 1) / 2 * (4.0 * width * width * d_out / flops + matching)
 
 
-def _of_model(job: JobConfig, flops: float, device: str, n_saes: int, n_hooks: int) -> dict[str, float]:
-    model = language_model(job)
-    if model is None or model.size is None:
+def _of_model(model: ModelTime | None, n_saes: int, n_hooks: int) -> dict[str, float]:
+    if model is None:
         return dict.fromkeys((LOADING, IN_MODEL, EFFECTS, PROBES, DENSE_PROBES, PROMOTED, READING), 30.0)
-    a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
+    device = model.device
     # The model runs six passes: one unpatched; three in which the activations are replaced with the SAE's output, zeros
     # or the mean row; and two in which they are replaced with the SAE's output or zeros at all tokens.
-    passes = 6 * MODEL_TOKENS[device] * a_token
-    effects = (GRADIENT_PASSES * EFFECT_TOKENS[device] + N_ABLATED * ABLATED_TOKENS[device]) * a_token
-    probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token * n_hooks + _PROBE_S * n_saes)
-    loading = 4.0 * model.size.n_parameters / _LOADING + _START_S
+    passes = model.text_s(6 * MODEL_TOKENS[device])
+    probes = _PROBE_SETS * (model.text_s(_TEXTS_OF_SET * _TOKENS_OF_TEXT) * n_hooks + _PROBE_S * n_saes)
     return {
-        LOADING: loading * n_hooks,
+        LOADING: model.loading_s * n_hooks,
         IN_MODEL: passes * n_saes,
-        EFFECTS: effects * n_saes,
+        EFFECTS: model.effects_s(EFFECT_TOKENS[device], ABLATED_TOKENS[device]) * n_saes,
         PROBES: probes,
         DENSE_PROBES: _PROBE_SETS * _PROBE_S * n_hooks,
         PROMOTED: 2.0 * n_saes,
-        READING: ROWS_READ_AGAIN[device] * a_token * n_hooks,
+        READING: model.text_s(ROWS_READ_AGAIN[device]) * n_hooks,
     }
 
 
