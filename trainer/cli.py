@@ -33,6 +33,7 @@ from trainer.contract.progress import Progress
 from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.grant import CHANNEL
 from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.mirrored_run import fetch, open_mirror
 from trainer.contract.runs.rank_spec import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
 # Commands that start without torch. `rank` is one of them, so that it can record a missing package as the reason for
 # its failure.
-_WITHOUT_TORCH = ("estimate", "rank")
+_WITHOUT_TORCH = ("estimate", "rank", "fetch")
 # The default parent folder for runs.
 RUNS = Path("runs")
 
@@ -128,7 +129,8 @@ def _paths(flags: argparse.Namespace) -> dict[str, Path]:
     """Return a dict mapping each path argument to its `Path`; for `run` without `--out`, add the default folder."""
     values = [*vars(flags).values(), *getattr(flags, "paths", ())]
     paths = {str(value): value for value in values if isinstance(value, Path)}
-    return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
+    creates = flags.command == "run" or (flags.command == "resume" and not isinstance(flags.run_dir, Path))
+    return paths | ({"--out": RUNS} if creates and not flags.out else {})
 
 
 def _run(flags: argparse.Namespace) -> int:
@@ -207,8 +209,33 @@ def _train(job: JobConfig, spec: RankSpec, lock: RunLock, flags: argparse.Namesp
     return code
 
 
+def _fetch(flags: argparse.Namespace) -> int:
+    with Progress("downloading"):
+        done = fetch(flags.url, flags.out.absolute())
+    if flags.json:
+        _say(msgspec.json.encode(done._asdict(), enc_hook=str).decode())
+        return EXIT_FINISHED
+    for note in done.notes:
+        _warn(f"warning: {note}")
+    _say(f"{done.name} at step {done.step:,} -> {done.run_dir}")
+    _say(f"resume it: sae-train resume {done.run_dir}")
+    return EXIT_FINISHED
+
+
+def _fetched(url: str, out: Path | None) -> Path:
+    """Download a run from its mirror, and return the new run folder."""
+    run_dir = (out or RUNS / _folder_name(open_mirror(url)[1].name)).absolute()
+    with Progress("downloading"):
+        done = fetch(url, run_dir)
+    for note in (*done.notes, f"downloaded step {done.step:,} to {run_dir}"):
+        _warn(note)
+    return run_dir
+
+
 def _resume(flags: argparse.Namespace) -> int:
-    run_dir = flags.run_dir.absolute()
+    if flags.out and isinstance(flags.run_dir, Path):
+        raise UsageError("--out: only for the URL of a mirror; leave it out")
+    run_dir = flags.run_dir.absolute() if isinstance(flags.run_dir, Path) else _fetched(flags.run_dir, flags.out)
     was, job = stored_job(run_dir, []), _allowed(stored_job(run_dir, flags.overrides), flags)
     with RunLock(run_dir) as lock:
         run = stored_run(run_dir)
@@ -504,6 +531,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "inspect": _inspect,
     "join": _join,
     "resume": _resume,
+    "fetch": _fetch,
     "stop": _stop,
     "export": _export,
     "import": _import,

@@ -94,13 +94,25 @@ examples:
   sae-train resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
   sae-train resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
   sae-train resume runs/sae-20250101-120000 --finish                      cool down from the checkpoint, and finish
+  sae-train resume hf://ada/saes/run1 --out runs/run1                     a run of another machine, from its mirror
 
 it resumes from the newest complete checkpoint; on the CPU the result is bit-identical to that of an uninterrupted run.
 The config of a run is frozen, except that --set can change its length (train.n_steps, train.n_tokens), its intervals
-(train.log_every, train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. A different length
-changes the learning rate, since the schedule spans the run. If the number of devices changes, the number of tokens per
-step stays the same. A finished run is not changed (exit code 0), unless it is made longer.
+(train.log_every, train.eval_every, train.checkpoint_every*, train.keep_checkpoints), train.mirror*, launch.* and, if
+the shards there are the same, data.path. A different length changes the learning rate, since the schedule spans the
+run. If the number of devices changes, the number of tokens per step stays the same. A finished run is not changed (exit
+code 0), unless it is made longer.
 --finish ends a run early, like `stop --finish`: most of an SAE's quality is gained while the learning rate falls.
+{_EXITS}
+"""
+
+FETCH = f"""\
+examples:
+  sae-train fetch hf://ada/saes/run1 --out runs/run1
+  sae-train resume runs/run1 --set data.path=/data/here
+
+it downloads the latest intact checkpoint that train.mirror_checkpoints has uploaded, the curves and, if the run has
+finished, the SAE; every checksum is verified. `sae-train resume URL` does the same, and then trains.
 {_EXITS}
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.contract.object_paths import local_path
+from trainer.contract.object_paths import is_url, local_path
 from trainer.contract.output import SafeParser
 from trainer.contract.settings.catalog import (
     EACH_PART,
@@ -22,6 +22,7 @@ from trainer.help import (
     EVAL,
     EXPORT,
     EXTRACT,
+    FETCH,
     IMPORT,
     INSPECT,
     INTERACT,
@@ -47,7 +48,7 @@ def make_parser() -> SafeParser:
     )
     commands = parser.add_subparsers(
         required=True,
-        metavar="{run,extract,inspect,join,resume,stop,export,import,eval,interact,estimate,bench,probe,self-test}",
+        metavar="{run,extract,inspect,join,resume,fetch,stop,export,import,eval,interact,estimate,bench,probe,self-test}",
     )
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
@@ -72,9 +73,16 @@ def make_parser() -> SafeParser:
     _add_job(join)
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same on all hosts")
     resume = add("resume", "resume a run from its newest checkpoint", RESUME)
-    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
+    where = "the folder that `run` created, or the URL of its mirror (train.mirror_checkpoints)"
+    resume.add_argument("run_dir", type=_folder_or_url, metavar="RUN_DIR", help=where)
+    new = "with a URL: the run folder to create; default runs/NAME-TIME"
+    resume.add_argument("--out", type=Path, metavar="DIR", help=new)
     resume.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
     _add_common(resume)
+    fetch = add("fetch", "download a run from the mirror of its checkpoints, without training", FETCH)
+    fetch.add_argument("url", metavar="URL", help="the value of train.mirror_checkpoints")
+    fetch.add_argument("--out", type=Path, metavar="DIR", required=True, help="the run folder to create")
+    fetch.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
@@ -249,6 +257,10 @@ def _add_self_test(command: argparse.ArgumentParser) -> None:
     more = "also test longer training runs, memory use against the estimate, and matrices with more than 2^31 values"
     command.add_argument("--full", action="store_true", help=more)
     command.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+
+
+def _folder_or_url(text: str) -> Path | str:
+    return text if is_url(text) else Path(text)
 
 
 def _positive(text: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.job_files import overrides_of
+from sae_tui.cli_commands.job_files import consent_of, overrides_of
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.selection import (
@@ -32,7 +33,9 @@ from sae_tui.cli_commands.waiting import wait_for
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.asking import stored_with
 from sae_tui.jobs.bulk import Change, NothingToDo, attempt, unless_ended
+from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch.clone import clone_settings, free_name
+from sae_tui.jobs.launch.from_mirror import job_from_mirror
 from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.upkeep import trash
@@ -44,6 +47,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.progress import Progress, track
 from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.settings.typed import cut
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes
@@ -51,6 +56,10 @@ from trainer.contract.wording import gibibytes
 
 def resume(context: CommandContext, flags: argparse.Namespace) -> int:
     """Resume ended or paused jobs from their last good checkpoints; with `--wait`, wait until they end."""
+    if urls := [one for one in flags.ids if isinstance(one, str)]:
+        if len(flags.ids) > 1:
+            raise bad_usage("the URL of a mirror cannot be combined with other jobs", "give only the URL")
+        return _resume_from_mirror(context, flags, urls[0])
     chosen = select(context, flags.ids)
     if chosen.is_single:
         return _resume_one(context, flags, chosen.ids[0])
@@ -65,6 +74,31 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
     for one in left:
         warn(f"{one.outcome}: {one.message}")
     return max(wait_for(context, *resumed_ids, began="is resumed"), Exit.FAILED if left else Exit.DONE)
+
+
+def _resume_from_mirror(context: CommandContext, flags: argparse.Namespace, url: str) -> int:
+    """Download a job that another machine has mirrored, and resume it here; a finished job is only downloaded."""
+    source = name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
+    consent, python = consent_of(context, flags).given(flags.overrides), context.settings.python
+    with Progress("downloading", to_descriptor=False) as progress:
+        job_id, fetched = job_from_mirror(
+            context.data, url, consent, gpu_source=source, python=python, on_reached=progress.reach
+        )
+    downloaded = f"job {job_id} was downloaded from {url} at step {fetched.step:,}"
+    has_done(downloaded)
+    for note in fetched.notes:
+        warn(f"warning: {note}")
+    if fetched.has_sae and not sets(flags.overrides, "train.n_steps", "train.n_tokens"):
+        return tell(context, job_id, f"{downloaded}; it has finished")
+    # The job's GPUs are on another machine, so choose them again, as at a launch.
+    here = load_job(context.data.run(job_id).job_file, read=read_plain_text)
+    flags.overrides = [f"launch.gpus={json.dumps(here.launch.gpus)}", *flags.overrides]
+    flags.overrides += [f"launch.python={python}"] if python and not sets(flags.overrides, "launch.python") else []
+    try:
+        return _resume_one(context, flags, job_id)
+    except UserError:
+        warn(f"{downloaded}, but could not be resumed; `sae-tui resume {job_id}` tries again")
+        raise
 
 
 class _Resumed(NamedTuple):

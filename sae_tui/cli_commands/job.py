@@ -45,6 +45,7 @@ from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.runs.card_figures import over_seeds
+from trainer.contract.runs.checkpoint_mirror import Mirrored, read_mirrored
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
@@ -101,6 +102,7 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     if context.as_json:
         shown = json_fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
         shown |= _how_far(reader) | _forecast_fields(_forecast(context, reader))
+        shown |= {"mirrored": _mirrored(context, flags.id)}
         shown |= {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(now)})
         return code
@@ -109,6 +111,8 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     is_program = kind_of(reader.view.config).is_program
     values |= {name: value for name, value in _how_far(reader).items() if value is not None}
     values["energy"] = energy_words(reader.view, context.settings)
+    if mirrored := _mirrored(context, flags.id):
+        values["mirrored"] = mirrored.words(time.time())
     values |= dict(_forecast_texts(reader.view, _forecast(context, reader)))
     if postmortem:
         values["error"] = postmortem.error
@@ -134,6 +138,12 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
     newest = {name: points[-1].value if points else None for name, points in curves.items()}
     step = newest[BEST_STEP]
     return newest | {BEST_STEP: None if step is None else int(step)}
+
+
+def _mirrored(context: CommandContext, job_id: int) -> Mirrored | None:
+    """Return the state of the mirror of a job's checkpoints, or None if it has none."""
+    mirrored = read_mirrored(context.data.run(job_id).root)
+    return mirrored if mirrored and mirrored.url else None
 
 
 def _forecast(context: CommandContext, reader: JobReader) -> QualityForecast | None:

@@ -22,6 +22,7 @@ from sae_tui.cli_commands.values import (
     rank,
     seconds,
     selector,
+    selector_or_url,
     share,
     size,
     step,
@@ -182,6 +183,7 @@ COMMAND_EXAMPLES = {
         "resume 3-9 12                           each from its own checkpoint",
         "resume 7 --set train.n_steps=20000      train for longer than planned",
         "resume 7 --finish                       cool down from the checkpoint, and end as finished",
+        "resume hf://ada/saes/run1               a job of another machine, from train.mirror_checkpoints",
     ],
     "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
     "pause": ["pause 7      later: sae-tui resume 7", "pause '#sweep'"],
@@ -912,7 +914,12 @@ def _add_edit_commands(add: Add) -> None:
     resume.add_argument("--finish", action="store_true", help=early)
     for command in (clone, after, rename):
         _job_id(command)
-    for command in (resume, pause, hold, release, note):
+    mirror = "or one URL: the mirror of a job from another machine (train.mirror_checkpoints)"
+    _complete_selected(
+        resume.add_argument("ids", type=selector_or_url, nargs="+", metavar="ID", help=f"{_SELECTED}, {mirror}")
+    )
+    resume.add_argument(FLAG, action="store_true", help=f"with a URL: {FLAG_HELP}")
+    for command in (pause, hold, release, note):
         _job_ids(command)
     for command in (resume, clone):
         _add_overrides(command)

@@ -13,6 +13,7 @@ import msgspec
 
 from trainer.contract.answers.interaction import MOST_GENERATED, MOST_TEMPERATURE
 from trainer.contract.errors import UserError
+from trainer.contract.object_store import is_url
 
 V = TypeVar("V")
 
@@ -228,6 +229,11 @@ def selector(word: str) -> Selector:
     if (found := selector_in(word)) is None:
         raise argparse.ArgumentTypeError(f'must be a job id, a range like 3-9 or a #tag, not "{_cut(word)}"')
     return found
+
+
+def selector_or_url(word: str) -> Selector | str:
+    """Parse an argument that selects jobs, or a URL."""
+    return word if is_url(word) else selector(word)
 
 
 def _cut(text: str) -> str:

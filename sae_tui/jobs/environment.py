@@ -19,6 +19,7 @@ from sae_tui.jobs import named_python
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.extras import OF_TRAINER, OtherInterpreter, judged_by, refuse_without_trainer
 from trainer.contract.json_file import decode_as
+from trainer.contract.object_store import STORE_PACKAGES
 from trainer.contract.printable import printable
 from trainer.contract.settings.catalog import MIRRORS
 from trainer.contract.settings.job import AnyJob
@@ -34,7 +35,9 @@ OLDEST = (3, 11)
 LIMIT_S = 60.0
 # An interpreter whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
-_OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
+_OF_USE = (
+    *OF_TRAINER, "transformers", "datasets", "pyarrow", *STORE_PACKAGES, *(one.package for one in MIRRORS.values())
+)  # fmt: skip
 # A script that reports the properties of the interpreter that runs it. Even Python 2 can run the script, and then
 # reports its own version. The alarm stops the script even if the app has exited.
 _ASK = """

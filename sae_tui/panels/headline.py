@@ -101,7 +101,13 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
         if more.strip() and _cells(first) + cell_len(more) <= width:
             first = (*first, (more, "text"))
-    return [first, *_of_seeds(job, member), *_ending(detail, width)]
+    return [first, *_of_seeds(job, member), *_mirrored(detail), *_ending(detail, width)]
+
+
+def _mirrored(detail: JobDetail) -> Iterator[Line]:
+    """Yield when and where checkpoints were last mirrored, like `mirrored: step 5,000, 3 min ago, to hf://ada/saes`."""
+    if (mirrored := detail.mirrored) and mirrored.url:
+        yield ((f" mirrored: {mirrored.words(time.time())}", "warn" if mirrored.problem else "dim"),)
 
 
 def _of_seeds(job: JobView, member: str) -> Iterator[Line]:

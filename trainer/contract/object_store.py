@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from trainer.contract.errors import UserError, first_line
-from trainer.contract.extras import install
+from trainer.contract.extras import install, is_installed
 from trainer.contract.files import replacing
 from trainer.contract.object_paths import is_url as is_url
 from trainer.contract.paths import file_mode, private_folder
@@ -40,6 +40,14 @@ _PROTOCOLS = {
     "hf": _Protocol("huggingface_hub", "hf"),
     "file": _Protocol("fsspec", "train"),
     "memory": _Protocol("fsspec", "train"),
+}
+STORE_PACKAGES = tuple(dict.fromkeys(one.package for one in _PROTOCOLS.values()))
+_EXAMPLES = {
+    "s3": "s3://bucket/folder",
+    "gs": "gs://bucket/folder",
+    "hf": "hf://user/repo/folder",
+    "file": "file:///folder",
+    "memory": "memory://folder",
 }
 _SHOWN = ("s3://", "gs://", "hf://", "file://")
 # Errors that another try cannot repair; botocore's and gcsfs's errors are known by their names only.
@@ -62,8 +70,9 @@ def checked_url(url: str, field: str) -> str:
         raise UserError(f'{field}: "{printable(scheme[:20])}://" is not supported; use one of {", ".join(_SHOWN)}')
     if scheme != "memory" and "@" in urlsplit(url).netloc:
         raise UserError(f"{field}: leave keys and passwords out of the URL; set them in the environment")
-    if not rest.strip("/") or printable(url) != url or ".." in rest.split("/"):
-        raise UserError(f"{field}: {printable(url[:100])} names no folder; use a URL such as {scheme}://bucket/folder")
+    is_relative = scheme == "file" and not rest.startswith("/")
+    if is_relative or not rest.strip("/") or printable(url) != url or ".." in rest.split("/"):
+        raise UserError(f"{field}: {printable(url[:100])} names no folder; use a URL such as {_EXAMPLES[scheme]}")
     return url.rstrip("/")
 
 
@@ -72,6 +81,18 @@ class ObjectFacts(NamedTuple):
 
     size: int
     version: str
+
+
+def url_problem(url: str) -> str:
+    """Return why a URL cannot be used on the machine that runs the job, without connecting to it, or ""."""
+    if not is_url(url):
+        return f'"{printable(url[:100])}" is no URL; use one such as {_EXAMPLES["s3"]} or {_EXAMPLES["file"]}'
+    try:
+        scheme = checked_url(url, "").partition("://")[0]
+    except UserError as error:
+        return str(error).removeprefix(": ")
+    package, extra = _PROTOCOLS[scheme]
+    return "" if is_installed(package) else f"{scheme}:// needs {package}: `{install(extra)}`"
 
 
 class ObjectStore:
@@ -151,13 +172,20 @@ class ObjectStore:
         """Upload a file or bytes as one object, which appears only when it is complete."""
         self._tried("written", name, lambda: self._upload(source, name, on_bytes))
 
-    def put_together(self, files: Mapping[str, Path | bytes], last: str) -> None:
-        """Upload several objects, `last` at the end; on the hub, they appear together in one commit."""
+    def put_together(
+        self,
+        files: Mapping[str, Path | bytes],
+        last: str,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        removed: Iterable[str] = (),
+    ) -> None:
+        """Upload several objects, `last` at the end, then remove others; on the hub, all of this is one commit."""
         if self.scheme == "hf":
-            self._tried("written", last, lambda: self._commit(files))
+            self._tried("written", last, lambda: self._commit(files, removed))
             return
         for name in sorted(files, key=lambda one: one == last):
-            self.put(files[name], name)
+            self.put(files[name], name, on_bytes)
+        self.remove(removed)
 
     def remove(self, names: Iterable[str], first: str = "") -> None:
         """Remove objects, beginning with `first`; objects that do not exist are ignored."""
@@ -168,6 +196,10 @@ class ObjectStore:
         for name in ordered:
             with contextlib.suppress(_Missing):
                 self._tried("removed", name, lambda name=name: self._fs.rm_file(self._path(name)))  # type: ignore[misc]
+            if self.scheme == "file":
+                # Other stores have no folders.
+                with contextlib.suppress(OSError):
+                    Path(self._path(name)).parent.rmdir()
 
     def _upload(self, source: Path | bytes, name: str, on_bytes: Callable[[int], None]) -> None:
         path, n = self._path(name), 0

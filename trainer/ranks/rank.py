@@ -31,7 +31,7 @@ from trainer.contract.runs.run_job import load_any_run_job
 from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.job import AnyJob, J
 from trainer.contract.settings.toml import read_own_text
-from trainer.contract.store.metrics_store import WAITING, Heartbeat, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter, may_take_long
 from trainer.ranks import staging
 
 if TYPE_CHECKING:
@@ -279,12 +279,12 @@ def _leave(reason: str) -> NoReturn:
 def wait_until_stuck(progress: RunProgress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
     """Return once the step and the phase have not changed for `after_s` seconds, or once `is_over()` is true.
 
-    Time spent saving or waiting for disk space is not limited.
+    Time spent saving, mirroring or waiting for disk space is not limited.
     """
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():
         time.sleep(min(0.5, after_s / 4))
-        if progress.place != place or place[0] in ("saving", WAITING):
+        if progress.place != place or may_take_long(place[0]):
             place, since = progress.place, time.monotonic()
 
 

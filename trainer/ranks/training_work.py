@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainer.parallel.process_group import World
     from trainer.parallel.threads import Threads
     from trainer.reporting.progress import RunProgress
+    from trainer.training.checkpoint_mirroring import CheckpointMirroring
 
 # The delay, in seconds, before compilation is reported. Cached kernels load within a second.
 SLOW_S = 2.0
@@ -52,6 +53,7 @@ class TrainingWork(RankWork[JobConfig]):
     ) -> None:
         super().__init__(spec, rank, with_model_gpus(job, spec.n_devices, spec.model_gpus), stop, on_met)
         self.patience_s = patience_s(self.job, spec.world_size)
+        self._mirroring: CheckpointMirroring | None = None
 
     def progress(self, at: Heartbeat | None = None) -> RunProgress:
         """Return a writer for the run's store and mirrors; a resumed run replaces the history after its checkpoint."""
@@ -69,7 +71,18 @@ class TrainingWork(RankWork[JobConfig]):
         torch.manual_seed(self.job.train.seed)
         if self.rank == 0:
             write_environment(self.attempt / "environment.json")
+            self._mirroring = self._open_mirror(progress)
         return self._as_threads(progress) if self.spec.as_one_process else self._as_rank(progress)
+
+    def _open_mirror(self, progress: RunProgress) -> CheckpointMirroring | None:
+        """Check the mirror of the checkpoints before training, and return it; None if the job has none."""
+        from trainer.training.checkpoint_mirroring import CheckpointMirroring
+
+        if not self.job.train.mirror_checkpoints:
+            return None
+        mirroring = CheckpointMirroring(self.spec, self.job, progress)
+        mirroring.start()
+        return mirroring
 
     def _as_rank(self, progress: RunProgress) -> bool:
         """Connect to the other ranks and train."""
@@ -159,11 +172,16 @@ class TrainingWork(RankWork[JobConfig]):
             # If a truncated shard kills the process, the parent uses this record to find out which shard it was.
             with contextlib.suppress(OSError):
                 write_json(paths.data_record(spec.attempt), trainer.record)
+        mirroring = self._mirroring if parallel.is_main else None
+        if mirroring:
+            trainer.call_when_saved(mirroring.saved)
         watch(trainer, settled, source, parallel, progress, paths.root)
         finished = trainer.run()
         if finished:
             Cards(trainer, settled, source, parallel, progress, self.stop).write()
         world.close()
+        if mirroring:
+            mirroring.finish(spec.output_dir if finished else None, self.stop, trainer.position)
         return finished
 
 

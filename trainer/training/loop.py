@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,10 @@ class Trainer:
     def watch(self, watcher: Watching) -> None:
         """Let `watcher` follow latents from now on; call this before `run`."""
         self._watcher = self._recorder.watcher = watcher
+
+    def call_when_saved(self, on_saved: Callable[[], object]) -> None:
+        """Call `on_saved` after each checkpoint is saved; call this before `run`."""
+        self._saving.on_saved = on_saved
 
     def run(self) -> bool:
         """Train to the last step, or until all ranks agree to stop; return True if the run is finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -60,13 +60,15 @@ class Saving:
         self._asked = saved
         self._failures = 0
         self._wants_best, self._save_s = False, FIRST_SAVE_S
-        self._timer = Timer(train.checkpoint_every_minutes)
+        self._timer = Timer(train.saves_every_minutes)
         # Whether the ranks have agreed to a save that rank 0 requested.
         self.granted = False
         # Values stored in checkpoints along with the weights, for resumed runs.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
         self.halved = NONE_HALVED
+        # Called on rank 0 after each save.
+        self.on_saved: Callable[[], object] = lambda: None
 
     def take_request(self) -> bool:
         """Return and clear the pending save request, if the timer or a new best FVU has caused one on rank 0."""
@@ -156,6 +158,7 @@ class Saving:
         self._failures, self._save_s = 0, time.monotonic() - began
         self._report.event("checkpoint", f"checkpoint saved at step {position.step}{after}")
         rank_log.say(f"checkpoint saved: {folder}")
+        self.on_saved()
 
     def _tell_failure(self, error: Exception) -> None:
         self._failures += 1

@@ -173,11 +173,26 @@ _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "effects", "probing",
     "training", "weights", "parts", "explained",
 )  # fmt: skip
+_MIRRORED = fields(
+    "Mirror of a job's checkpoints",
+    {
+        "url": (str, "Where the checkpoints are uploaded to."),
+        "run": (str, "Id of the run, the same on all machines."),
+        "step": (int | None, "Step of the newest mirrored checkpoint; null before the first."),
+        "time": (float | None, "Time of the last upload, in s since the epoch; null before the first."),
+        "has_sae": (bool, "Whether the finished SAE is mirrored."),
+        "problem": (str, 'Why the latest upload failed; "" if it did not.'),
+    },
+)
 _WHOLE_JOB = fields(
     "Job with its events",
     _JOB
     | {
         **HOW_FAR,
+        "mirrored": (
+            or_null(_MIRRORED),
+            "Mirror of its checkpoints (train.mirror_checkpoints); null if it has none.",
+        ),
         "forecast": (
             or_null(_ESTIMATE),
             "Held-out FVU expected at the end of the run, from past runs in the data folder; null if these are too few"

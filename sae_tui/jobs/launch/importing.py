@@ -117,13 +117,19 @@ def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) ->
     )  # fmt: skip
 
 
+def move_in(data: DataDir, staged: Path, job_id: int, undo: contextlib.ExitStack) -> None:
+    """Move a run folder, and the SAE in it if there is one, to a job's folders; `undo` deletes these folders."""
+    data.refuse_links(job_id)
+    for source, target in ((staged / "sae", data.sae(job_id)), (staged, data.run(job_id).root)):
+        if source.exists():
+            source.rename(target)
+            undo.callback(shutil.rmtree, target, ignore_errors=True)
+
+
 def _place(data: DataDir, staged: Path, job: Job, undo: contextlib.ExitStack) -> None:
     """Move the imported files to the job's folders; add callbacks to `undo` that delete these folders."""
     run, output = data.run(job.id), data.sae(job.id)
-    data.refuse_links(job.id)
-    for source, target in ((staged / "sae", output), (staged, run.root)):
-        source.rename(target)
-        undo.callback(shutil.rmtree, target, ignore_errors=True)
+    move_in(data, staged, job.id, undo)
     write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
     write_ending(run.exit_file, JobEnding(JobState.IMPORTED, job.ended or job.created, output_path=job.output_path))
     write_record(run, job)

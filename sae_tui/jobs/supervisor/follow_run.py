@@ -18,7 +18,14 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.job_store import ENDING, Control, RequestKind
-from trainer.contract.store.metrics_store import JUDGING, WAITING, Heartbeat, is_before_first_step
+from trainer.contract.store.metrics_store import (
+    JUDGING,
+    MIRRORING,
+    WAITING,
+    Heartbeat,
+    is_before_first_step,
+    may_take_long,
+)
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -126,9 +133,9 @@ class Watch:
 
     @property
     def is_given_up(self) -> bool:
-        """True if no step completed within the time limit, unless the run saves, evaluates or waits for disk space."""
-        may_take_long = self._heartbeat is not None and self._heartbeat.phase in ("saving", JUDGING, WAITING)
-        return self.is_overdue and not may_take_long
+        """True if no step completed within the time limit, unless this phase may take long."""
+        phase = self._heartbeat.phase if self._heartbeat else ""
+        return self.is_overdue and not (phase == JUDGING or may_take_long(phase))
 
     @property
     def is_overdue(self) -> bool:
@@ -267,7 +274,7 @@ class Watch:
 
     def _judge(self, phase: str) -> None:
         """Set the job's state: running after the first heartbeat, or stalled after too long without progress."""
-        stalled = self._is_quiet and not (self._is_starting or phase == WAITING)
+        stalled = self._is_quiet and not (self._is_starting or phase.startswith((WAITING, MIRRORING)))
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:

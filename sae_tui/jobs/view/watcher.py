@@ -19,6 +19,7 @@ from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.plan import Plan, read_plan
+from trainer.contract.runs.checkpoint_mirror import Mirrored, read_mirrored
 from trainer.contract.store.holder import describe_holder, holder_of, is_halted
 from trainer.contract.store.metrics_store import Point
 from trainer.contract.store.rows import Event, Rank
@@ -45,6 +46,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     ranks: tuple[Rank, ...] = ()  # The processes of all attempts.
     use: ProgramUse | None = None  # A command's use of this machine, or None until it is read.
     forecasts: Mapping[str, QualityForecast] = {}  # The forecasts for the SAEs, by label.
+    mirrored: Mirrored | None = None  # The state of the mirror of its checkpoints.
 
 
 class Watcher:
@@ -160,7 +162,7 @@ class Watcher:
         plan = read_plan(self._data.run(view.id).attempt(view.attempt) / "plan.json")
         self.detail = JobDetail(
             view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan, ranks=reader.ranks,
-            forecasts=self._forecasts(view, series, jobs),
+            forecasts=self._forecasts(view, series, jobs), mirrored=read_mirrored(self._data.run(view.id).root),
         )  # fmt: skip
         return True
 

@@ -9,6 +9,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.extras import is_installed
+from trainer.contract.object_store import url_problem
 from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory, model_placement
 from trainer.contract.planning.check_job import Machine, Proposal
@@ -64,7 +65,7 @@ class TrainingProposal(Proposal[JobConfig]):
 
     def problems(self) -> list[Problem]:
         job = self.job
-        problems = [*self.device_problems(), *_check_nodes(job), *_check_mirrors(job)]
+        problems = [*self.device_problems(), *_check_nodes(job), *_check_mirrors(job), *_check_checkpoint_mirror(job)]
         problems += _check_model_gpus(job, self.devices)
         problems += _check_mode(self.layout)
         try:
@@ -145,6 +146,13 @@ def _check_mirrors(job: JobConfig) -> list[Problem]:
         Problem("train.mirror", f"{name} is not installed; run `pip install {MIRRORS[name].package}`, or leave it out")
         for name in missing
     ]
+
+
+def _check_checkpoint_mirror(job: JobConfig) -> list[Problem]:
+    """Report a mirror of the checkpoints that is no URL, or whose package is not installed."""
+    url = job.train.mirror_checkpoints
+    problem = url_problem(url) if url else ""
+    return [Problem("train.mirror_checkpoints", problem)] if problem else []
 
 
 def _check_model_gpus(job: JobConfig, devices: int) -> list[Problem]:

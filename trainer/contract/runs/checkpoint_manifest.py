@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
 # A smaller relative increase in held-out FVU is considered noise, regardless of the number of rows.
 LEAST_RISE = 0.01
+F = TypeVar("F")
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -140,7 +141,12 @@ def newest_whole(path: Path) -> Path:
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
     """Return the checkpoints of the same SAEs as the latest one, evaluated on the same rows, lowest FVU first."""
-    states = {folder: state for folder in folders if (state := _measured_state(folder))}
+    return best_of({folder: state for folder in folders if (state := _measured_state(folder))})
+
+
+def best_of(states: Mapping[F, CheckpointState]) -> list[F]:
+    """Return the checkpoints of the same SAEs as the latest one, evaluated on the same rows, lowest FVU first."""
+    states = {folder: state for folder, state in states.items() if state.heldout_fvu is not None}
     if not states:
         return []
     newest = max(states.values(), key=lambda state: state.position.step)
@@ -189,7 +195,7 @@ def damage(folder: Path) -> str | None:
             return f"its {MANIFEST} does not list the files of a checkpoint"
         for name, file in manifest["files"].items():
             # Compare the sizes first: a file whose size differs need not be read.
-            if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
+            if (folder / name).stat().st_size != file["bytes"] or file_facts(folder / name) != file:
                 return f"{name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} or a file in it cannot be read ({error})"
@@ -198,10 +204,11 @@ def damage(folder: Path) -> str | None:
 
 def manifest_of(folder: Path) -> dict[str, Any]:
     """Return the manifest for a folder, with the size and SHA-256 of each file."""
-    return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
+    return {"format": FORMAT, "files": {file.name: file_facts(file) for file in sorted(folder.iterdir())}}
 
 
-def _describe(file: Path) -> dict[str, Any]:
+def file_facts(file: Path) -> dict[str, Any]:
+    """Return a file's size and SHA-256, as in a manifest."""
     # A list of jobs reads manifests, but never hashes a file, and loading OpenSSL takes 2 ms.
     import hashlib
 

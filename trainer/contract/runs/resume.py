@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +32,12 @@ _CADENCE = (
     "train.checkpoint_every_minutes",
     "train.keep_checkpoints",
     "train.mirror",
+    "train.mirror_checkpoints",
+    "train.mirror_every_minutes",
 )
+# Where the data is on this machine; allowed only if the checkpoint recorded the shards, since `data_notes` then checks
+# that they are the same.
+_DATA = ("data.path", "data.target_path")
 # The setting for the devices that compute the rows; it does not affect the rows themselves.
 _PLACE = "data.model_gpus"
 
@@ -100,18 +106,28 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
     if not (job_file := RunPaths(run_dir).job_file).exists():
         raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it contains no job.toml")])
     changed = [override.partition("=")[0].strip() for override in overrides]
-    free = (*_LENGTH, *_CADENCE, _PLACE)
+    free = (*_LENGTH, *_CADENCE, _PLACE, *_DATA)
     refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
     if refused:
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
         reason = f"the config of a run is frozen; resume accepts only {allowed}; all other changes require a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
+    if (moved := [path for path in changed if path in _DATA]) and not _records_data(run_dir):
+        reason = "no checkpoint of the run says which shards it was trained on, so it cannot be checked that the data "
+        raise JobFileError([Problem(f"--set {moved[0]}", f"{reason}is the same; start a new run")])
     # `train.n_steps` takes precedence over `n_tokens`, so clear it if only `n_tokens` has changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
     since = settings_since(job_file)
     was = load_job(job_file, since, read=read)
     as_before = [*(["train.n_steps="] if by_tokens else []), *since, *_step_since(run_dir, was)]
     return load_job(job_file, [*overrides, *as_before], read=read)
+
+
+def _records_data(run_dir: Path) -> bool:
+    """Return whether the run's latest checkpoint records its shards."""
+    with contextlib.suppress(UserError):
+        return any(read_state(folder).data_before for folder in newest_first(RunPaths(run_dir).checkpoints)[:1])
+    return False
 
 
 def _step_since(run_dir: Path, was: JobConfig) -> list[str]:

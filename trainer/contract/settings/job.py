@@ -330,6 +330,27 @@ class Train(msgspec.Struct, frozen=True):
         | list[str]
         | None
     ) = None
+    mirror_checkpoints: (
+        Annotated[
+            str,
+            about(
+                "Uploads checkpoints and the finished SAE to hf://user/repo/folder, s3://bucket/folder, gs:// or"
+                " file:///folder, from where another machine can resume the run.",
+                advanced=True,
+                min_length=1,
+            ),
+        ]
+        | None
+    ) = None
+    mirror_every_minutes: Annotated[
+        float,
+        about(
+            "Saves and uploads a checkpoint every N minutes to train.mirror_checkpoints; 0: uploads each checkpoint.",
+            unit="minutes",
+            advanced=True,
+            ge=0,
+        ),
+    ] = 10.0
     deterministic: Annotated[
         bool, about("Bit-identical results: slower on a GPU, and work is not split by measured speeds.", advanced=True)
     ] = False
@@ -338,6 +359,12 @@ class Train(msgspec.Struct, frozen=True):
     def mirrors(self) -> list[str]:
         """The names of tools that also receive the metrics."""
         return [self.mirror] if isinstance(self.mirror, str) else self.mirror or []
+
+    @property
+    def saves_every_minutes(self) -> float:
+        """The longest time between two checkpoints, which must be recent when they are mirrored; 0: no limit."""
+        limits = [self.checkpoint_every_minutes, self.mirror_every_minutes if self.mirror_checkpoints else 0.0]
+        return min(filter(None, limits), default=0.0)
 
 
 class ParallelSettings(msgspec.Struct, frozen=True):

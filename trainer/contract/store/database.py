@@ -266,6 +266,15 @@ def check_whole(path: Path, schema: Schema) -> None:
         raise StoreCorrupt(_explain(path, "malformed"))
 
 
+def copy_store(path: Path, target: Path, schema: Schema) -> None:
+    """Copy a store, which may be in use, to a single new file; raise `StoreError` if it cannot be read."""
+    with contextlib.closing(open_reader(path, schema)) as source, explain_errors(path):
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        with contextlib.closing(sqlite3.connect(target)) as copy:
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")
+
+
 def set_aside(path: Path, word: str) -> Path | None:
     """Rename a store and its WAL files to `<name>.<word>-<number>`, with the lowest free number from 1.
 

@@ -27,6 +27,8 @@ LARGEST = 1e100
 TRAINING, COOLING = "training", "cooling down"
 # Phases at the end of a run: evaluating the exported SAEs, being finished, and waiting for disk space.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
+# The phase, after all others, in which the last checkpoint and the SAE are uploaded; a number of bytes follows.
+MIRRORING = "mirroring"
 # Phases before the first step: loading the language model, compiling GPU kernels, and reading a stream's first rows.
 LOADING_MODEL, COMPILING, READING = "loading the model", "compiling kernels", "reading rows"
 _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
@@ -35,6 +37,11 @@ _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 def is_before_first_step(phase: str) -> bool:
     """Return whether a phase comes before the first step; a number may follow `COMPILING` and `READING`."""
     return phase in _BEFORE_FIRST_STEP or phase.startswith((COMPILING, READING))
+
+
+def may_take_long(phase: str) -> bool:
+    """Return whether a phase may last for any time without being considered hung."""
+    return phase.startswith(("saving", WAITING, MIRRORING))
 
 
 class MetricRow(msgspec.Struct, frozen=True):
@@ -68,7 +75,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
     def is_complete(self, total_steps: int) -> bool:
         """Return whether a run of `total_steps` steps has written all its results."""
-        return self.phase in (JUDGING, FINISHED) and self.step >= total_steps
+        return self.phase.startswith((JUDGING, FINISHED, MIRRORING)) and self.step >= total_steps
 
 
 class SeriesWriter:
