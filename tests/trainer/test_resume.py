@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.cli import main
-from trainer.contract.errors import UserError
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.json_file import write_json
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import Layout
@@ -59,7 +59,7 @@ def finish(run_dir: Path) -> None:
     (run_dir / "sae" / "cfg.json").write_text("{}")
 
 
-@pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "k=2"])
+@pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.weights=[1]", "name=other", "k=2"])
 def test_the_error_for_a_change_to_a_runs_config_names_the_flag(
     setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +68,25 @@ def test_the_error_for_a_change_to_a_runs_config_names_the_flag(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"--set {setting.partition('=')[0]}: the config of a run is frozen")
     assert (run_dir / "job.toml").read_text() == before
+
+
+def test_the_data_may_be_elsewhere_only_if_a_checkpoint_records_the_same_shards(
+    run_dir: Path, activations: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    with pytest.raises(JobFileError, match=r"--set data.path: no checkpoint of the run says which shards"):
+        stored_job(run_dir, [f"data.path={moved}"])
+    data = sampled(record_of(stored_job(run_dir, []).hooks.values()))
+    Checkpoints(run_dir / "checkpoints", data=lambda: data).save({}, Position(15, 1920))
+    activations.rename(moved)
+    for file in moved.iterdir():
+        os.utime(file, (1, 1))
+    job = stored_job(run_dir, [f"data.path={moved}"])
+    assert data_notes(job, stored_run(run_dir)) == []
+    shard = next(moved.iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(JobFileError, match=f"{shard.name} in {moved}, which contains different values"):
+        data_notes(job, stored_run(run_dir))
 
 
 def test_a_runs_length_and_intervals_and_devices_may_change(run_dir: Path) -> None:

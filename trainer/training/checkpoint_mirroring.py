@@ -136,6 +136,7 @@ class CheckpointMirroring:
             self._note()
             self._tell(str(error), "error")
         except Exception as error:
+            self._is_claimed = False
             self._tell_failure(error)
         else:
             return True

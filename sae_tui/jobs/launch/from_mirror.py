@@ -12,6 +12,7 @@ import msgspec
 from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.launch.importing import move_in
 from sae_tui.jobs.launch.trainer_command import OnReached, answer_of
+from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
@@ -80,10 +81,15 @@ def job_from_mirror(
 def _row(staged: RunPaths, fetched: FetchAnswer, note: str, gpu_source: str) -> Job:
     job, spec, now = load_job(staged.job_file, read=read_plain_text), read_spec(staged.rank_spec(1)), time.time()
     state = JobState.FINISHED if fetched.has_sae else JobState.STOPPED
+    live = LiveRun(staged)
+    live.poll()
+    # The metrics may be newer than the checkpoint.
+    fields = live.fields() | {"step": fetched.step}
+    live.close()
     return Job(
         name=job.name, state=state, config=read_plain_text(staged.job_file), user=user_name(), **this_machine(),
         device=spec.device, world_size=spec.world_size, gpu_source=gpu_source, attempt=1, created=now, ended=now,
-        step=fetched.step, note=note,
+        note=note, **fields,
     )  # fmt: skip
 
 

@@ -67,6 +67,16 @@ _RUN = fields(
     },
     may_lack=["best_sae", "saes", "seeds"],
 )
+_FETCH = fields(
+    "A downloaded run",
+    {
+        "run_dir": (str, "Absolute path of the new run folder."),
+        "name": (str, "Name of the job."),
+        "step": (int, "Step of the downloaded checkpoint."),
+        "has_sae": (bool, "Whether the run has finished, so that its SAE was downloaded too."),
+        "notes": (list_of(str), "What is damaged in the mirror and was left out."),
+    },
+)
 _STOP = fields(
     "What was done",
     {
@@ -353,6 +363,7 @@ ANSWERS: dict[str, Schema] = {
     "error": REFUSAL,
     "run": answer("sae-train run --json, in the last line", _RUN),
     "resume": answer("sae-train resume --json, in the last line", _RUN),
+    "fetch": answer("sae-train fetch --json", _FETCH),
     "stop": answer("sae-train stop --json, in the last line", _STOP),
     "extract": answer("sae-train extract --json, in the last line", _EXTRACT),
     "inspect": answer("sae-train inspect --json", _INSPECTION, _HEADERS),

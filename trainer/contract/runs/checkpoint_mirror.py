@@ -124,21 +124,32 @@ class CheckpointMirror:
     def __init__(self, url: str, run: str, name: str, field: str = FIELD) -> None:
         self.store = ObjectStore(url, field)
         self._owner = Owner(run, os.urandom(8).hex(), name)
+        self._has_claimed = False
         self._states: dict[str, CheckpointState] = {}
 
     def claim(self) -> None:
         """Make this attempt the writer; raise `MirrorTaken` if the mirror contains checkpoints of another run.
 
-        This also checks the credentials, and whether this attempt may write.
+        This also checks the credentials, and whether this attempt may write. After a failure, call it again: the store
+        may have been replaced.
         """
         listed = self.store.list()
         own = [name for name in listed if "/" in name and self._is_own(name.partition("/")[0])]
         there = self.owner() if RUN in listed else None
+        if self._has_claimed and there:
+            self._refuse_other_writer(there)
+            return
         if own and (there is None or there.run != self._owner.run):
             what = f"the run {printable(there.name)}" if there else f"other files, such as {own[0]}"
             resumed = f", or resume that run: `sae-tui resume {self.store.url}`" if there else ""
             raise MirrorTaken(f"{FIELD}: {self.store.url} already contains {what}; choose another folder{resumed}")
         self.store.put(msgspec.json.encode(self._owner), RUN)
+        self._has_claimed = True
+
+    def _refuse_other_writer(self, there: Owner) -> None:
+        if there.writer != self._owner.writer:
+            attempt = "another attempt of this run, maybe on another machine,"
+            raise MirrorTaken(f"{FIELD}: {attempt} now mirrors to {self.store.url}; this one no longer does")
 
     def owner(self) -> Owner:
         """Return the run that the mirror belongs to."""
@@ -156,9 +167,7 @@ class CheckpointMirror:
 
         Return why older checkpoints could not be removed, or "".
         """
-        if self.owner().writer != self._owner.writer:
-            raise MirrorTaken(f"{FIELD}: another attempt of this run, maybe on another machine, now mirrors to "
-                              f"{self.store.url}; this one no longer does")  # fmt: skip
+        self._refuse_other_writer(self.owner())
         listed, last = self.store.list(), f"{folder}/{LIST}"
         if last in listed and self.store.scheme != "hf":
             self.store.remove([last])

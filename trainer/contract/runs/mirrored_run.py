@@ -117,8 +117,7 @@ def _take_newest(
     """Download the latest checkpoint that is intact into `folder`; also return notes about later ones."""
     notes: list[str] = []
     for name in steps_in(listed):
-        target = folder / "checkpoints" / name
-        target.mkdir(mode=0o700, parents=True)
+        target = private_folder(folder / "checkpoints" / name)
         try:
             about = mirror.read_list(name)
             if about.run != owner.run or not _NEEDED <= set(about.files) <= _ALLOWED:
@@ -140,12 +139,12 @@ def _take(
     for one, file in files.items():
         if listed.get(f"{name}/{one}") != file.bytes:
             raise MirrorDamaged(f"{printable(one[:80])} is missing or has another size")
-    _, free = free_disk(target)
+    _, free = free_disk(target.parent)
     if free is not None and free < total:
         raise UserError("--out: the run needs {}, but only {} are free there".format(*distinct_sizes(total, free)))
     progress.stage(f"downloading {name}", total)
     for one, file in files.items():
-        (target / one).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder((target / one).parent)
         mirror.store.get(f"{name}/{one}", target / one, file.bytes, progress.advance)
         if file_facts(target / one)["sha256"] != file.sha256:
             raise MirrorDamaged(f"{one} does not have the SHA-256 in its {LIST}")

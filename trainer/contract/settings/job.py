@@ -321,7 +321,7 @@ class Train(msgspec.Struct, frozen=True):
         Annotated[
             str,
             about(
-                "Copies the metrics to other tools: tensorboard, wandb or trackio.",
+                "Copies the metrics, not the checkpoints, to other tools: tensorboard, wandb or trackio.",
                 advanced=True,
                 commas=True,
                 wanted=MIRROR_LISTS,
