@@ -182,6 +182,17 @@ def _inspect(flags: argparse.Namespace) -> int:
     return EXIT_FAILED if any(finding.severity == "error" for finding in facts.findings) else EXIT_FINISHED
 
 
+def _pairs(flags: argparse.Namespace) -> int:
+    with without_collection():
+        from trainer.evaluation.pairs import write_pairs
+
+    with Progress("reading"):
+        n_pairs = write_pairs(flags.data, flags.file, flags.before, flags.after, flags.rows)
+    answer = json.dumps({"file": str(flags.file), "n_pairs": n_pairs})
+    _say(answer if flags.json else f"{n_pairs:,} pairs in {flags.file}")
+    return EXIT_FINISHED
+
+
 def _say_headers(found: ShardSet, *, as_json: bool) -> None:
     if not as_json:
         dtypes = join_words(sorted({shard.dtype for shard in found.shards}))
@@ -529,6 +540,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "extract": _extract,
     "inspect": _inspect,
+    "pairs": _pairs,
     "join": _join,
     "resume": _resume,
     "fetch": _fetch,

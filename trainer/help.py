@@ -88,6 +88,16 @@ check the rows; it only shows the number of rows and how they are stored.
 Exit codes: 0 checked, 1 not usable for training, 2 bad usage or data that cannot be read.
 """
 
+PAIRS = """\
+examples:
+  sae-train pairs acts/resid_post.12 pairs.parquet
+  sae-train pairs acts/resid_post.12 pairs.parquet --rows 20000 --before 128
+
+each row of the file has an activation_vector, the text up to its token, the token, and the text after it. Tokens whose
+rows the extraction left out are missing from the texts.
+Exit codes: 0 written, 1 rows without tokens, or not enough disk space, 2 bad usage.
+"""
+
 RESUME = f"""\
 examples:
   sae-train resume runs/sae-20250101-120000

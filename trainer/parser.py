@@ -28,6 +28,7 @@ from trainer.help import (
     INTERACT,
     JOIN,
     OVERVIEW,
+    PAIRS,
     PROBE,
     RESUME,
     RUN,
@@ -48,7 +49,7 @@ def make_parser() -> SafeParser:
     )
     commands = parser.add_subparsers(
         required=True,
-        metavar="{run,extract,inspect,join,resume,fetch,stop,export,import,eval,interact,estimate,bench,probe,self-test}",
+        metavar="{run,extract,inspect,pairs,join,resume,fetch,stop,export,import,eval,interact,estimate,bench,probe,self-test}",
     )
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
@@ -69,6 +70,13 @@ def make_parser() -> SafeParser:
     inspect.add_argument("data", type=_data, metavar="DATA", help="a folder or URL of shards, as for data.path")
     inspect.add_argument("--headers", action="store_true", help="only read the headers: rows, width and type")
     inspect.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    pairs = add("pairs", "write pairs of an activation and its text to a Parquet file", PAIRS)
+    pairs.add_argument("data", type=Path, metavar="DATA", help="a hook's folder, written by an extraction")
+    pairs.add_argument("file", type=Path, metavar="FILE.parquet", help="file to write")
+    pairs.add_argument("--rows", type=_positive, metavar="N", default=100_000, help="most pairs; default 100000")
+    pairs.add_argument("--before", type=_count, metavar="N", default=64, help="tokens before each token; default 64")
+    pairs.add_argument("--after", type=_count, metavar="N", default=16, help="tokens after each token; default 16")
+    pairs.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     join = add("join", "train as one of the ranks that torchrun starts, on one host or several", JOIN)
     _add_job(join)
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same on all hosts")

@@ -24,7 +24,8 @@ class Plain:
 
     def blocks(self) -> Sequence[nn.Module]:
         base = getattr(self.model, "transformer", None) or self.model.model
-        return getattr(base, "h", None) or base.layers
+        blocks: Sequence[nn.Module] = getattr(base, "h", None) or base.layers
+        return blocks
 
     @contextlib.contextmanager
     def changed(self, changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
@@ -44,7 +45,8 @@ class Plain:
     @torch.inference_mode()
     def logits(self, ids: list[int], changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
         with self.changed(changes):
-            return self.model(input_ids=torch.tensor([ids])).logits[0]
+            logits: Tensor = self.model(input_ids=torch.tensor([ids])).logits[0]
+        return logits
 
     def greedy(self, ids: list[int], changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> list[int]:
         """Continue with the most likely tokens, without a cache."""

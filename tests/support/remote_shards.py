@@ -22,7 +22,7 @@ URL = "memory://bucket/acts/h"
 N, D, N_TEXTS = 300, 128, 30
 
 
-class Requests(MemoryFileSystem):
+class Requests(MemoryFileSystem):  # type: ignore[misc]
     """Passes the name and the range of each read to `before_read`, and records them in `reads`."""
 
     protocol = "memory"
@@ -36,7 +36,8 @@ class Requests(MemoryFileSystem):
         name, first = path.rpartition("/")[2], start or 0
         type(self).before_read(name, first)
         type(self).reads.append((name, first, end or -1))
-        return super().cat_file(path, start=start, end=end, **kwargs)
+        content: bytes = super().cat_file(path, start=start, end=end, **kwargs)
+        return content
 
     @classmethod
     def whole_reads(cls) -> list[str]:

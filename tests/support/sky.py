@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -83,8 +83,9 @@ def local_text(run: str, home: Path) -> str:
     return run.replace(THERE, str(home / "there"))
 
 
-def _read(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.exists() else {}
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 def _write(file: Path, value: object) -> None:
@@ -176,7 +177,7 @@ def sky(state: Path, command: str, words: Sequence[str]) -> int:
         time.sleep(600)
     if fault and fault != [0, ""]:
         print(fault[1])
-        return fault[0]
+        return int(fault[0])
     name = _read(state / "machine.json").get("name")
     if command == "launch":
         return launch(state, words)

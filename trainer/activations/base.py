@@ -168,6 +168,24 @@ class IndexedSource(Source):
         x = self.rows(indices)
         return x, x
 
+    @property
+    def stored_as(self) -> str:
+        """The encoding of the rows and its noise, as a phrase for report cards; "" if rows are stored as numbers."""
+        return ""
+
+    @property
+    def coded_bytes(self) -> tuple[int, int] | None:
+        """The bytes of an encoded row and its target; None if rows are not encoded, and 0 for the target of an SAE."""
+        return None
+
+    def coded_pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
+        """Return the rows of `pairs`, encoded for the way to the device if the source stores them encoded."""
+        return self.pairs(indices, empty)
+
+    def decoded(self, pair: Pair) -> Pair:
+        """Decode rows from `coded_pairs`, on the same device."""
+        return pair
+
     def token_ids(self, indices: Indices) -> Indices | None:
         """Return the token of each of the given ascending rows, or None if the source does not store tokens."""
         return None

@@ -24,7 +24,8 @@ from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 class Batch(NamedTuple):
     """A rank's inputs and targets [n_tokens, d] for each hook, on its device.
 
-    `of_all` is the total number of tokens over all ranks. Rows are in fp32 on a CPU and in their stored dtype on a GPU.
+    `of_all` is the total number of tokens over all ranks. On a CPU, rows are in fp32. On a GPU, they are in their
+    stored dtype, except that int8 rows are in fp32.
     """
 
     hooks: Sequence[Pair]
@@ -96,7 +97,8 @@ class Batches:
         coming, exchange = self._arriving.popleft()
         pair = exchange.finish()
         self._data.note_trained(ReadRows(*pair, coming.mark))
-        hooks = of_each_hook(pair, self._data.n_hooks)
+        # Rows cross the bus, and are exchanged, as they are stored.
+        hooks = of_each_hook(self._data.decoded(pair), self._data.n_hooks)
         if self._device.type == "cpu":
             # On a GPU, the kernel that scales the rows also converts them to fp32.
             hooks = [in_fp32(pair) for pair in hooks]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, Span, empty_rows
+from trainer.activations.int8_rows import MOST_MEANS, Int8Code, decoded
 from trainer.activations.side_by_side import Joined, SideBySide, matched
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem, UserError, first_line
@@ -26,18 +27,20 @@ from trainer.contract.machine_memory import machine_memory
 from trainer.contract.object_cache import RowCache, cache_limit, keep_columns
 from trainer.contract.object_paths import url_of
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
-from trainer.contract.settings.shards import DTYPE_BYTES, PLACE, TOKENS, Shard, ShardSet, numbers_in
+from trainer.contract.settings.rows import INT8, row_bytes
+from trainer.contract.settings.shards import PLACE, TOKENS, Shard, ShardSet, numbers_in
 from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
 from trainer.contract.wording import gibibytes, join_words
 
 Bytes = NDArray[np.uint8]
 # The numpy and torch dtypes for each stored dtype. Two-byte values are read as integers and reinterpreted by torch,
 # because numpy has no bfloat16.
-_DTYPES = {
+DTYPES = {
     "F16": (np.int16, torch.float16),
     "BF16": (np.int16, torch.bfloat16),
     "F32": (np.float32, torch.float32),
     "F64": (np.float64, torch.float64),
+    INT8: (np.uint8, torch.uint8),
 }
 
 _NO_TEXT = -(2**63)
@@ -149,6 +152,28 @@ class Shards(IndexedSource):
         x = self._inputs.rows(indices, empty)
         return x, x if self._targets is None else self._targets.rows(indices, empty)
 
+    @property
+    def stored_as(self) -> str:
+        if self._inputs.coded_bytes is None:
+            return ""
+        noise = self.meta.get("int8_noise")
+        return f"int8, noise {noise:.1e} of their variance" if isinstance(noise, float) else "int8"
+
+    @property
+    def coded_bytes(self) -> tuple[int, int] | None:
+        x, y = self._inputs.coded_bytes, 0 if self._targets is None else self._targets.coded_bytes
+        return None if x is None or y is None else (x, y)
+
+    def coded_pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
+        indices = _sorted(indices)
+        x = self._inputs.coded(indices, empty)
+        return x, x if self._targets is None else self._targets.coded(indices, empty)
+
+    def decoded(self, pair: Pair) -> Pair:
+        x, y = pair
+        inputs = self._inputs.decoded(x)
+        return inputs, inputs if self._targets is None else self._targets.decoded(y)
+
     def token_ids(self, indices: Indices) -> Indices | None:
         if (parts := self._numbers(TOKENS)) is None:
             return None
@@ -194,8 +219,12 @@ class _Mapped:
         self._field = field
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in self._shards])
         self._are_several = len(sets) > 1
-        dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
+        dtypes = {DTYPES[shard.dtype][1] for shard in self._shards}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and torch.float64 not in dtypes else torch.float32
+        self._means = [_mean_of(shard, contents[shard.file]) for shard in self._shards]
+        self._code, self._numbers = _code_of(self._means)
+        if self._code is None and self._dtype == torch.uint8:
+            self._dtype = torch.float32
         # The rows in `_mapped` as tensors, for reading with all threads.
         self._tensors: list[Tensor] = []
 
@@ -217,7 +246,21 @@ class _Mapped:
 
     def rows(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
         """Read rows [n, d] in ascending index order, because reading in file order is several times faster."""
-        rows = empty(len(indices), self._shards[0].d_in, self._dtype)
+        return self.decoded(self.coded(indices, empty))
+
+    @property
+    def coded_bytes(self) -> int | None:
+        """The bytes of a row from `coded`, or None if it is not encoded."""
+        return None if self._code is None else self._code.row_bytes
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Decode rows from `coded`, on the same device."""
+        return rows if self._code is None else self._code.decode(rows)
+
+    def coded(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
+        """Read rows as `rows` does, but without decoding int8 rows if all shards contain such rows."""
+        width = self._shards[0].d_in if self._code is None else self._code.row_bytes
+        rows = empty(len(indices), width, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:
                 with self._kept(number):
@@ -252,7 +295,13 @@ class _Mapped:
             file = self._shards[number].file
             raise ShardCutError(f"{self._field}: {cut_sentence(file, size, len(mapped))}")
         rows, places = self._mapped[number], indices - self._starts[number]
-        dtype = _DTYPES[self._shards[number].dtype][1]
+        dtype, mean = DTYPES[self._shards[number].dtype][1], self._means[number]
+        if self._code is None and mean is not None:
+            into.copy_(decoded(torch.from_numpy(rows[places]), mean))
+            return
+        if self._code is not None and self._code.has_index:
+            into[:, -1] = self._numbers[number]
+            into = into[:, :-1]
         if self._tensors and dtype == into.dtype:
             whole = self._tensors[number]
             torch.index_select(whole, 0, torch.from_numpy(places), out=into.view(whole.dtype))
@@ -298,9 +347,26 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
             raise JobFileError(
                 [Problem(field, f"{shard.file} contains lists of different lengths; keep only lists of one length")]
             )
-    dtype = np.dtype(_DTYPES[shard.dtype][0])
-    n_bytes = shard.n_tokens * shard.d_in * dtype.itemsize
-    return content[shard.offset : shard.offset + n_bytes].view(dtype).reshape(shard.n_tokens, shard.d_in)
+    dtype = np.dtype(DTYPES[shard.dtype][0])
+    width = row_bytes(shard.d_in, shard.dtype) // dtype.itemsize
+    return content[shard.offset : shard.offset + shard.n_bytes].view(dtype).reshape(shard.n_tokens, width)
+
+
+def _mean_of(shard: Shard, content: Bytes) -> Tensor | None:
+    """Return the mean that was subtracted from a shard's int8 rows, or None for rows of other types."""
+    if shard.mean is None:
+        return None
+    return torch.from_numpy(content[shard.mean : shard.mean + 4 * shard.d_in].view(np.float32).copy())
+
+
+def _code_of(means: Sequence[Tensor | None]) -> tuple[Int8Code | None, list[int]]:
+    """Return a code for all shards, and the index of each shard's mean; None if some of the rows are not int8 rows."""
+    of_shards = [mean for mean in means if mean is not None]
+    keys = {mean.numpy().tobytes(): mean for mean in of_shards}
+    if len(of_shards) < len(means) or len(keys) > MOST_MEANS:
+        return None, []
+    places = {key: place for place, key in enumerate(keys)}
+    return Int8Code([*keys.values()]), [places[mean.numpy().tobytes()] for mean in of_shards]
 
 
 def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
@@ -345,7 +411,7 @@ def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
     rank has its own unnamed temporary file in `TMPDIR`, which is deleted when the process exits. Raise a `JobFileError`
     that names `field` if decoding fails.
     """
-    size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
+    size, folder = shard.n_bytes, Path(tempfile.gettempdir())
     if (free := shutil.disk_usage(folder).free) < size:
         need = f"takes {gibibytes(size)} once decoded, but {folder} has only {gibibytes(free)} left"
         raise _problem(

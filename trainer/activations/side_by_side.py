@@ -76,6 +76,29 @@ class SideBySide(IndexedSource):
         x = _beside([inputs for inputs, _ in pairs], empty)
         return x, x if self.d_out is None else _beside([targets for _, targets in pairs], empty)
 
+    @property
+    def coded_bytes(self) -> tuple[int, int] | None:
+        of_each = [one.coded_bytes for one in self._sources]
+        widths = [one for one in of_each if one is not None]
+        return (sum(x for x, _ in widths), sum(y for _, y in widths)) if len(widths) == len(of_each) else None
+
+    def coded_pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
+        if self.coded_bytes is None:
+            return self.pairs(indices, empty)
+        pairs = [one.coded_pairs(indices) for one in self._sources]
+        x = _beside([inputs for inputs, _ in pairs], empty)
+        return x, x if self.d_out is None else _beside([targets for _, targets in pairs], empty)
+
+    def decoded(self, pair: Pair) -> Pair:
+        if self.coded_bytes is None:
+            return pair
+        widths = [one.coded_bytes or (0, 0) for one in self._sources]
+        inputs = pair[0].split([x for x, _ in widths], dim=1)
+        targets = inputs if self.d_out is None else pair[1].split([y for _, y in widths], dim=1)
+        pairs = [one.decoded(own) for one, own in zip(self._sources, zip(inputs, targets, strict=True), strict=True)]
+        x = torch.cat([own for own, _ in pairs], dim=1)
+        return x, x if self.d_out is None else torch.cat([own for _, own in pairs], dim=1)
+
     def name_of(self, index: int) -> str:
         return f"{self._sources[0].name_of(index)}, or in the same row of another hook"
 
@@ -97,6 +120,10 @@ class Joined(SideBySide):
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
+
+    @property
+    def stored_as(self) -> str:
+        return join_words([*dict.fromkeys(filter(None, (one.stored_as for one in self._sources)))])
 
     def of_part(self, number: int) -> IndexedSource:
         return self._sources[number]
@@ -147,10 +174,22 @@ class _SomeRows(IndexedSource):
     def read_by_all_threads(self) -> None:
         self._source.read_by_all_threads()
 
+    @property
+    def coded_bytes(self) -> tuple[int, int] | None:
+        return self._source.coded_bytes
+
     def rows(self, indices: Indices) -> Tensor:
+        return self.decoded(self.coded_pairs(indices))[0]
+
+    def coded_pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
         # The source returns its rows in their own order.
         at = self._at[np.sort(indices)]
-        return self._source.rows(at)[torch.from_numpy(_in_order_of(np.argsort(at), np.arange(len(at))))]
+        x = self._source.coded_pairs(at)[0][torch.from_numpy(_in_order_of(np.argsort(at), np.arange(len(at))))]
+        return x, x
+
+    def decoded(self, pair: Pair) -> Pair:
+        x, _ = self._source.decoded(pair)
+        return x, x
 
     def token_ids(self, indices: Indices) -> Indices | None:
         at = self._at[indices]

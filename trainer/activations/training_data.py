@@ -58,7 +58,7 @@ HALVES = (0, 1)
 
 
 class ReadRows(NamedTuple):
-    """A batch's rows in their stored dtype and, for a stream, the position after the batch."""
+    """A batch's rows, encoded or in their stored dtype, and, for a stream, the position after the batch."""
 
     x: Tensor
     y: Tensor
@@ -89,6 +89,8 @@ class HookRows(ABC):
     # The total number of held-out rows on all ranks, and how they were chosen.
     n_held_out: int
     hold_out: str
+    # The encoding of stored rows, for the report card; "" for rows stored as numbers.
+    stored_as: str = ""
 
     @abstractmethod
     def sample(self, seed: int) -> Pair:
@@ -156,6 +158,10 @@ class TrainingData(ABC):
         The rows are read into memory from `empty` if possible. With several `readers`, return only this rank's part of
         the rows, for an `Exchange`.
         """
+
+    def decoded(self, pair: Pair) -> Pair:
+        """Decode a batch's rows from `read`, on their device."""
+        return pair
 
     @abstractmethod
     def note_trained(self, rows: ReadRows) -> None:
@@ -260,7 +266,10 @@ class IndexedData(TrainingData):
 
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
         self._keep(position, n)
-        return ReadRows(*self._source.pairs(own_rows(self._order.token_slice(position, n), self.readers), empty))
+        return ReadRows(*self._source.coded_pairs(own_rows(self._order.token_slice(position, n), self.readers), empty))
+
+    def decoded(self, pair: Pair) -> Pair:
+        return self._source.decoded(pair)
 
     def _keep(self, position: int, n: int) -> None:
         """Keep the rows of a batch and of the window after it, if they are stored at a URL."""
@@ -286,7 +295,7 @@ class _IndexedRows(HookRows):
 
     def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
         self._source, self._split = source, split
-        self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
+        self.n_held_out, self.hold_out, self.stored_as = len(split.held_out), split.hold_out, source.stored_as
         of_rank = slice(group.index, None, group.size)
         # Read the labels now, because a shard may be truncated later. All ranks get the same labels and halves.
         clusters = _clusters(source, split.held_out, source.split_sizes)

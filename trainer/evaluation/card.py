@@ -126,6 +126,8 @@ def model_card(card: Card) -> str:
         card = msgspec.structs.replace(
             card, effects=msgspec.structs.replace(card.effects, text=public_name(card.effects.text))
         )
+    data = card.data
+    stored_as = f" (stored as {in_markdown(data.stored_as)})" if data.stored_as else ""
     rows = "\n".join(f"| {_in_table(title)} | {_in_table(value)} |" for title, value in facts(card))
     where = "\n".join(f"- {name.replace('_', ' ')}: {in_markdown(str(value))}" for name, value in origin.items())
     shape = f"{card.figures.d_in} dimensions, {card.figures.d_sae:,} latents"
@@ -134,7 +136,7 @@ def model_card(card: Card) -> str:
 {in_markdown(card.architecture)}, {shape}, trained on {card.tokens:,} tokens.
 {where}
 
-Measured on {card.data.rows(card.figures.n_tokens)}; {_left_out(card.data)}.
+Measured on {data.rows(card.figures.n_tokens)}{stored_as}; {_left_out(data)}.
 
 | | |
 |---|---|

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from trainer.activations.base import IndexedSource, Source
+from trainer.activations.int8_rows import decoded
 from trainer.activations.open_source import open_source
 from trainer.activations.outliers import Outliers
+from trainer.activations.requests import Requests
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
@@ -25,7 +27,8 @@ from trainer.contract.json_file import read_json
 from trainer.contract.object_cache import whole
 from trainer.contract.runs.features import FEATURES, NO_TOKEN, ActivatingExample, Features, example_of
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.shards import TENSOR, inspect_shards
+from trainer.contract.settings.requests import HIDDEN_STATES
+from trainer.contract.settings.shards import INT8_MEAN, INT8_ROWS, TENSOR, TOKENS, Shard, inspect_shards
 from trainer.contract.settings.tokens_of_data import META, folder_of, shard_tells_tokens, tells_tokens
 from trainer.evaluation.rows import EvaluationRows
 from trainer.extraction.shard_writer import RowOrigin, order_of_shard
@@ -78,16 +81,15 @@ def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = 
     """
     meta, left, begin = read_json(place / META, dict[str, object]) or {}, most, 0
     # If the data has grown during a run, the source's shards are not sorted by name.
-    for shard in inspect_shards(place).shards if source is None else source.first_shards():
-        if left <= 0 or not shard_tells_tokens(shard.file):
+    shards = inspect_shards(place).shards if source is None else source.first_shards()
+    for number, shard in enumerate(shards):
+        if left <= 0:
             return
         # With `source`, only the columns are read.
-        needed = contextlib.nullcontext() if source else whole(shard.file)
-        with needed, safe_open(shard.file, "pt") as tensors:
-            origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
-            if any(of_rows.shape != (shard.n_tokens,) for of_rows in origin):
+        with contextlib.nullcontext() if source else whole(shard.file):
+            if (origin := origin_of(shard, number)) is None:
                 return
-            x = tensors.get_tensor(TENSOR) if source is None else torch.empty(0)
+            x = _rows_in(shard.file) if source is None else torch.empty(0)
         first = torch.arange(shard.n_tokens)
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
@@ -103,6 +105,32 @@ def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = 
         first = first[:left]
         left -= len(first)
         yield TokenRows(x[first], RowOrigin(*(one[first] for one in origin)))
+
+
+def origin_of(shard: Shard, number: int) -> RowOrigin | None:
+    """Return the origin of a shard's rows in the file's order, or None if the shard does not record its tokens.
+
+    A file with the hidden states of one request is one text; `number` is the file's number.
+    """
+    if not shard_tells_tokens(shard.file):
+        return None
+    with safe_open(shard.file, "pt") as tensors:
+        if {*RowOrigin._fields} <= {*tensors.keys()}:
+            origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
+        else:
+            ids = tensors.get_tensor(TOKENS).int()
+            origin = RowOrigin(ids, torch.arange(len(ids), dtype=torch.int32), torch.full_like(ids, number))
+    return origin if all(of_rows.shape == (shard.n_tokens,) for of_rows in origin) else None
+
+
+def _rows_in(file: Path) -> Tensor:
+    """Return all rows of a shard in fp32, or in their stored dtype."""
+    with safe_open(file, "pt") as tensors:
+        names = [*tensors.keys()]
+        if INT8_ROWS in names:
+            return decoded(tensors.get_tensor(INT8_ROWS), tensors.get_tensor(INT8_MEAN))
+        rows: Tensor = tensors.get_tensor(TENSOR if TENSOR in names else HIDDEN_STATES)
+        return rows
 
 
 class Contexts:
@@ -360,8 +388,10 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
 
 
 def joined_source(source: Source) -> IndexedSource | None:
-    """Return the source of a crosscoder's stored rows, for `texts_of`; None for other rows."""
-    return source if isinstance(source, IndexedSource) and source.part_widths else None
+    """Return the source of a crosscoder's stored rows, or of requests, for `texts_of`; None for other rows."""
+    if isinstance(source, IndexedSource) and (source.part_widths or isinstance(source, Requests)):
+        return source
+    return None
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:

@@ -265,6 +265,7 @@ class EvaluationRows:
             dimensions="" if scales is None else self._dimensions(scales),
             zero_fraction=self._n_zero / max(1, self._n_rows),
             drops_zero=self._job.data.drop_zero_rows,
+            stored_as=self._data.stored_as,
         )
 
     def _dimensions(self, scales: Tensor) -> str:

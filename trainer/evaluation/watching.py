@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -30,7 +29,7 @@ from trainer.contract.runs.watched import (
 from trainer.contract.settings.job import MOST_WATCHED, JobConfig
 from trainer.contract.settings.tokens_of_data import META, folder_of, tells_tokens
 from trainer.contract.wording import plural
-from trainer.evaluation.contexts import ActivationEntries, Contexts, TokenRows
+from trainer.evaluation.contexts import ActivationEntries, Contexts, TokenRows, origin_of
 from trainer.extraction.shard_writer import RowOrigin, order_of_shard
 from trainer.extraction.token_bytes import read_tokens
 from trainer.parallel.base import Parallel
@@ -469,12 +468,8 @@ def _in_text_order(
     meta, begin, n_found = read_json(folder / META, dict[str, object]) or {}, 0, 0
     found: list[Indices] = []
     origins: list[RowOrigin] = []
-    for shard in source.first_shards():
-        with safe_open(shard.file, "pt") as tensors:
-            if not {*RowOrigin._fields} <= {*tensors.keys()}:
-                break
-            origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
-        if any(of_rows.shape != (shard.n_tokens,) for of_rows in origin):
+    for number, shard in enumerate(source.first_shards()):
+        if (origin := origin_of(shard, number)) is None:
             break
         # A join leaves out the rows that not all of its folders have.
         rows, numbers = source.of_first_folder(begin, begin + shard.n_tokens)

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trainer.activations.int8_rows import encoded
 from trainer.checkpoints.atomic_folder import free_bytes, not_written
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.json_file import write_json
@@ -22,7 +23,7 @@ from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.progress import Progress
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import SHARDS_IN_FLIGHT, ExtractJob
-from trainer.contract.settings.tokens_of_data import META
+from trainer.contract.settings.tokens_of_data import META, TOKEN_TEXTS
 from trainer.contract.wording import distinct_sizes, plural
 from trainer.extraction.kept_rows import KeptPositions, kept_positions
 from trainer.extraction.language_model import DTYPES, LanguageModel
@@ -44,7 +45,7 @@ from trainer.extraction.state import (
     write_state,
 )
 from trainer.extraction.text import documents
-from trainer.extraction.token_bytes import TOKENS, write_tokens
+from trainer.extraction.token_bytes import write_tokens
 from trainer.extraction.uploads import uploads_of
 from trainer.runtime.device_queue import HostCopy
 from trainer.runtime.out_of_memory import is_shortage
@@ -166,7 +167,9 @@ class Extraction:
         refuse_link(self._output)
         self._state = stored_state(job, peers.size)
         self.model = model or LanguageModel(job, device)
-        self._dtype = self.model.dtype if job.extract.dtype == "auto" else DTYPES[job.extract.dtype]
+        self._is_int8 = job.extract.dtype == "int8"
+        self._dtype = DTYPES.get(job.extract.dtype, self.model.dtype)
+        self._stored_dtype = "int8" if self._is_int8 else str(self._dtype).removeprefix("torch.")
         self._refuse_other_dtype()
         folders = [job.folder(hook) for hook in job.model.hooks]
         rank = peers.rank if peers.size > 1 else None
@@ -217,7 +220,8 @@ class Extraction:
         if self._peers.size > 1:
             locks.enter_context(RunLock(private_folder(self._folder)))
         self._state = part_state(self._job, self._peers.rank, self._peers.size)
-        self._state.dtype = self._state.dtype or str(self._dtype).removeprefix("torch.")
+        self._state.dtype = self._state.dtype or self._stored_dtype
+        self._blocks.means = [torch.tensor(mean) for mean in self._state.means]
         write_state(self._folder, self._state)
         self._uploads.add([], self._folder, self._state)
         self._began, self._last_batch = time.monotonic(), self._state.batch
@@ -226,7 +230,7 @@ class Extraction:
 
     def _refuse_other_dtype(self) -> None:
         """Raise `UsageError` if the stored rows have a different dtype from the rows that this device computes."""
-        dtype = str(self._dtype).removeprefix("torch.")
+        dtype = self._stored_dtype
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} contain {self._state.dtype}, but this device computes in {dtype}"
             raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
@@ -261,7 +265,24 @@ class Extraction:
     def _begin(self, asked: BatchToRead) -> RowsInTransfer:
         """Start the model's forward pass on a batch."""
         rows = self._rows(asked.batch, asked.kept.indices)
-        return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
+        norms = _norms(rows)
+        if self._is_int8:
+            rows = self._encoded(rows)
+        return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in norms])
+
+    def _encoded(self, rows: list[Tensor]) -> list[Tensor]:
+        """Return rows encoded as int8; the first call with rows sets the means to subtract, unless they are saved."""
+        if not self._blocks.means and len(rows[0]):
+            self._blocks.means = self._first_means(rows if self._peers.size == 1 else self._first_rows())
+            self._state.means = [mean.tolist() for mean in self._blocks.means]
+        means = self._blocks.means or [torch.zeros(one.shape[1]) for one in rows]
+        return [encoded(one, mean.to(one.device)) for one, mean in zip(rows, means, strict=True)]
+
+    def _first_means(self, rows: list[Tensor]) -> list[Tensor]:
+        """Return the mean of each hook's first rows, without outliers; all processes get the same means."""
+        fits = self._within_limits([one.cpu() for one in _norms(rows)])
+        kept = [one.cpu()[fits] if fits.any() else one.cpu() for one in rows]
+        return [one.double().mean(0).nan_to_num(0, 0, 0).float() for one in kept]
 
     def _read_batch(self, coming: RowsInTransfer) -> None:
         """Keep the rows of a batch that this process needs for its own share, then rows that other processes lack."""
@@ -327,17 +348,18 @@ class Extraction:
         if not len(fits):
             return fits
         if not self._state.limits:
-            self._state.limits = self._limits(norms if self._peers.size == 1 else self._first_norms())
+            first = norms if self._peers.size == 1 else [one.cpu() for one in _norms(self._first_rows())]
+            self._state.limits = self._limits(first)
         for of_hook, limit in zip(norms, self._state.limits, strict=True):
             fits &= of_hook <= limit
         return fits
 
-    def _first_norms(self) -> list[Tensor]:
-        """Return the norms in the first batch of the entire text, so that all processes set the same limits."""
+    def _first_rows(self) -> list[Tensor]:
+        """Return the first rows of the entire text, so that all processes set the same limits and means."""
         for batch in self._all_batches():
             indices = kept_positions(batch, self.model.tokenizer.special, self._job.extract).indices
             if len(indices):
-                return [one.cpu() for one in _norms(self._rows(batch, indices))]
+                return self._rows(batch, indices)
         raise AssertionError("a process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
@@ -458,7 +480,7 @@ class Extraction:
             facts = facts_of_hook(self._job, number, self.model, sums, state.shards[number], limit)
             write_tokens(self._job.folder(hook), tokens)
             write_json(self._job.folder(hook) / META, of_all | facts)
-            described += [self._job.folder(hook) / name for name in (TOKENS, META)]
+            described += [self._job.folder(hook) / name for name in (TOKEN_TEXTS, META)]
         return described
 
     def _rate(self) -> float | None:

@@ -66,7 +66,8 @@ def facts_of_hook(
 ) -> dict[str, Any]:
     """Return the metadata for the rows at hook `number`; `limit` is the largest norm allowed for a kept row.
 
-    `gamma` is ‖mean‖/‖std‖: the norm of the mean row, relative to the rows' spread. `scale` is ‖std‖.
+    `gamma` is ‖mean‖/‖std‖: the norm of the mean row, relative to the rows' spread. `scale` is ‖std‖. `int8_noise` is
+    the expected squared error of int8 rows, as a share of their variance.
     """
     hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
     return {
@@ -80,6 +81,7 @@ def facts_of_hook(
         "norm_limit": limit if job.extract.max_norm else None,
         "mean": sums.mean,
         "scale": spread,
+        **({"int8_noise": sums.noise / sums.n / sums.variance} if sums.noise and sums.variance > 0 else {}),
         "gamma": math.hypot(*sums.mean) / spread if spread else None,
         "shards": {shard.name: shard.sha256 for shard in shards},
     }

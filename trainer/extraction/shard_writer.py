@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor
 
+from trainer.activations.int8_rows import decoded, noise_of
 from trainer.checkpoints.atomic_folder import not_written, sync
 from trainer.contract.paths import file_mode, private_folder
-from trainer.contract.settings.shards import TENSOR
+from trainer.contract.settings.shards import INT8_MEAN, INT8_ROWS, TENSOR
 
 # The raw bytes of rows of any dtype, as uint8 [n, n_bytes].
 Raw = NDArray[np.uint8]
@@ -63,11 +64,15 @@ class StoredOrigin(NamedTuple):
 
 
 class DimensionSums(msgspec.Struct):
-    """The sum and sum of squares of each dimension over all rows at a hook, in float64."""
+    """The sum and sum of squares of each dimension over all rows at a hook, in float64.
+
+    `noise` is the expected sum of the squared errors of int8 rows.
+    """
 
     n: int
     total: list[float]
     squares: list[float]
+    noise: float = 0.0
 
     @property
     def mean(self) -> list[float]:
@@ -132,6 +137,8 @@ class ShardBuffer:
 
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
         self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
+        # The means [d_in] that were subtracted from the rows of each hook, if the rows are encoded as int8.
+        self.means: list[Tensor] = []
         self._waiting: deque[Block] = deque()
         # Memory from blocks that have been written, to be reused by new blocks.
         self._free: list[list[Raw]] = []
@@ -205,8 +212,12 @@ class ShardBuffer:
         for one in block.coming:
             one.result()
         dtype, raw = block.dtypes[hook], block.memory[hook]
-        pieces, sums = _pieces(raw, order.numpy()), RunningSums(dtype, raw.shape[1] // dtype.itemsize)
-        like = {TENSOR: torch.empty(1, len(sums.total), dtype=dtype), **origin._asdict()}
+        mean = self.means[hook] if self.means else None
+        width = raw.shape[1] // dtype.itemsize
+        pieces, sums = _pieces(raw, order.numpy()), RunningSums(dtype, width if mean is None else len(mean), mean)
+        like = {TENSOR if mean is None else INT8_ROWS: torch.empty(1, width, dtype=dtype), **origin._asdict()}
+        if mean is not None:
+            like[INT8_MEAN] = mean
         return _write(file, like, pieces, sums, self._workers), sums.sums(block.n)
 
 
@@ -248,7 +259,7 @@ def _write(
 ) -> ShardFile:
     """Write a safetensors file atomically and sync it to disk; return its name, row count and SHA-256.
 
-    The file contains the tensors of `like`, except that the activations come from `pieces`.
+    The file contains the tensors of `like`, except that the rows come from `pieces`.
     """
     temporary = file.with_name(f".{file.name}.new")
     digest, n = hashlib.sha256(), len(like["token_ids"])
@@ -259,7 +270,7 @@ def _write(
             names, header = _header(like, n)
             _write_all(stream, header, digest)
             for name in names:
-                if name != TENSOR:
+                if name not in (TENSOR, INT8_ROWS):
                     _write_all(stream, like[name].numpy(), digest)
                     continue
                 for piece in pieces:
@@ -281,15 +292,17 @@ def _write(
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
     """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    The names and the header are derived from the file that safetensors writes for one row.
+    The names and the header are derived from the file that safetensors writes for one row. Only the mean of int8 rows
+    is not repeated for every row.
     """
-    small = save({name: one[:1].contiguous() for name, one in like.items()})
+    small = save({name: one if name == INT8_MEAN else one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])
     end = 0
-    for facts in table.values():
+    for name, facts in table.items():
         first, last = facts["data_offsets"]
-        facts["shape"][0] = n
-        facts["data_offsets"] = [end, end := end + n * (last - first)]
+        if name != INT8_MEAN:
+            facts["shape"][0] = n
+        facts["data_offsets"] = [end, end := end + (1 if name == INT8_MEAN else n) * (last - first)]
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [*table], len(text).to_bytes(8, "little") + text
@@ -305,10 +318,10 @@ def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
 
 
 class RunningSums:
-    """Float64 sums over rows that arrive in pieces."""
+    """Float64 sums over rows that arrive in pieces; `mean` was subtracted from rows encoded as int8."""
 
-    def __init__(self, dtype: torch.dtype, width: int) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, width: int, mean: Tensor | None = None) -> None:
+        self._dtype, self._mean, self._noise = dtype, mean, 0.0
         self.total, self._squares = np.zeros(width), np.zeros(width)
         self._exact = np.empty((_ROWS_AT_ONCE, width))
 
@@ -319,13 +332,15 @@ class RunningSums:
             exact = self._exact[: len(part)]
             at_once = max(1, _NUMBERS_ALONE // part.shape[1])
             for some, to in zip(part.split(at_once), torch.from_numpy(exact).split(at_once), strict=True):
-                to.copy_(some)
+                to.copy_(some if self._mean is None else decoded(some, self._mean))
+            if self._mean is not None:
+                self._noise += noise_of(part, len(self._mean))
             self.total += exact.sum(0)
             self._squares += np.einsum("ij,ij->j", exact, exact)
 
     def sums(self, n: int) -> DimensionSums:
         """Return the sums over all `n` rows."""
-        return DimensionSums(n, self.total.tolist(), self._squares.tolist())
+        return DimensionSums(n, self.total.tolist(), self._squares.tolist(), self._noise)
 
 
 def add_sums(first: DimensionSums | None, second: DimensionSums) -> DimensionSums:
@@ -333,4 +348,5 @@ def add_sums(first: DimensionSums | None, second: DimensionSums) -> DimensionSum
     if first is None:
         return second
     pairs = zip((first.total, first.squares), (second.total, second.squares), strict=True)
-    return DimensionSums(first.n + second.n, *([a + b for a, b in zip(*pair, strict=True)] for pair in pairs))
+    total, squares = ([a + b for a, b in zip(*pair, strict=True)] for pair in pairs)
+    return DimensionSums(first.n + second.n, total, squares, first.noise + second.noise)

@@ -25,9 +25,9 @@ class ExtractionState(msgspec.Struct):
     """An extraction's progress, saved after each shard; if there are several processes, each saves its own.
 
     The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` is the number
-    of rows before this batch that were excluded for each reason. `limits` contains the largest allowed norm at each
-    hook, and `dtype` is the rows' dtype. `lacking` is the number of rows missing from a process's share because it has
-    run out of text.
+    of rows before this batch that were excluded for each reason. At each hook, `limits` contains the largest allowed
+    norm, and `means` the mean subtracted from int8 rows. `dtype` is the rows' dtype. `lacking` is the number of rows
+    missing from a process's share because it has run out of text.
     """
 
     job: dict[str, Any]
@@ -41,6 +41,7 @@ class ExtractionState(msgspec.Struct):
     is_finished: bool = False
     n_ranks: int = 1
     lacking: int = 0
+    means: list[list[float]] = []
 
     @property
     def n_stored(self) -> int:
@@ -112,6 +113,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         shards=[sorted((shard for part in parts for shard in part.shards[hook]), key=_by_name) for hook in hooks],
         sums=sums,
         n_ranks=len(parts),
+        means=next((part.means for part in parts if part.means), []),
     )
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from trainer.contract.json_file import read_json, write_json
+from trainer.contract.settings.tokens_of_data import TOKEN_TEXTS
 
-# The name of the file that contains each token's bytes, in token id order.
-TOKENS = "tokens.json"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
@@ -26,12 +25,12 @@ class Base64(msgspec.Struct):
 
 def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
     """Write each token's text, or its bytes if they are not UTF-8; raise `OSError` if writing fails."""
-    write_json(folder / TOKENS, [_stored(one) for one in tokens])
+    write_json(folder / TOKEN_TEXTS, [_stored(one) for one in tokens])
 
 
 def read_tokens(folder: Path) -> list[bytes]:
     """Return each token's bytes, in token id order, or an empty list if the file is missing or invalid."""
-    stored = read_json(folder / TOKENS, list[str | Base64]) or []
+    stored = read_json(folder / TOKEN_TEXTS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
 

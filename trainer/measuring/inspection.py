@@ -129,6 +129,8 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         copies=copies_in(data.of_hook(0), seed),
     )
     notes = [InspectionFinding("note", note) for note in shard_set.notes]
+    if source.stored_as:
+        notes.append(InspectionFinding("note", f"the rows are stored as {source.stored_as}"))
     return msgspec.structs.replace(facts, findings=[*_findings(facts, max_norm), *notes])
 
 

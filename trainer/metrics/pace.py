@@ -117,11 +117,11 @@ class Pace:
         }
 
 
-STORED_REMEDY = "copy the rows of data.path to a local disk, or store them in 16 bits (extract.dtype)"
 URL_REMEDY = (
-    "a shard from the URL arrives too late; store rows in 16 bits (extract.dtype), or let more shards stay in the cache"
+    "a shard from the URL arrives too late; store fewer bytes (extract.dtype), or let more shards stay in the cache"
     " (data.cache_gb)"
 )
+STORED_REMEDY = "copy the rows of data.path to a local disk, or store fewer bytes (extract.dtype)"
 STREAM_REMEDY = (
     "give the language model more GPUs (data.model_gpus), or store its activations first (`sae-train extract`)"
 )

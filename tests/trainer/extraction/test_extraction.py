@@ -22,6 +22,7 @@ from support.combinations import slow_unless
 from support.extractions import CPU, extraction_job, run
 from torch import Tensor
 
+from trainer.activations.int8_rows import decoded, encoded
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
@@ -327,6 +328,32 @@ def refusal(job: ExtractJob) -> str:
     with pytest.raises(UsageError) as error:
         stored_state(job)
     return str(error.value)
+
+
+def test_int8_rows_are_the_encoded_rows_and_a_stopped_extraction_writes_the_same_files(make: Make) -> None:
+    exact, whole, job = make(name="exact"), *(make(name=name, dtype="int8", shard_rows=70) for name in ("a", "b"))
+    run(exact)
+    at_once = run(whole)
+    results = [run(job, *stop_after(n_batches)) for n_batches in (1, 2)]
+    assert [result.state for result in results] == ["stopped"] * 2
+    assert run(job).left_out == at_once.left_out == run(exact).left_out
+    assert digests(job) == digests(whole)
+    for hook in job.model.hooks:
+        shards = [load_file(file) for file in sorted(job.folder(hook).glob("*.safetensors"))]
+        (mean,) = {tuple(shard["int8_mean"].tolist()) for shard in shards}
+        rows = torch.cat([shard["int8_rows"] for shard in shards])
+        expected = tensors(exact, hook)
+        places = torch.cat([shard["place"] for shard in shards]).argsort(), expected["place"].argsort()
+        x = expected["activations"][places[1]]
+        assert torch.equal(rows[places[0]], encoded(x, torch.tensor(mean)))
+        first_batch = expected["place"].sort()[0] < 64
+        torch.testing.assert_close(torch.tensor(mean), x[first_batch].mean(0))
+        read, facts = decoded(rows, torch.tensor(mean)).double(), meta(job, hook)
+        spread = float((read - read.mean(0)).square().sum(1).mean().sqrt())
+        assert facts["dtype"] == "int8"
+        assert facts["scale"] == pytest.approx(spread)
+        noise = float((read[places[0]] - x).square().sum(1).mean()) / spread**2
+        assert facts["int8_noise"] == pytest.approx(noise, rel=0.1)
 
 
 def test_a_stopped_extraction_does_not_continue_in_a_different_dtype(make: Make) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from support.extractions import run, run_ranks
 from torch import Tensor
 
+from trainer.activations.shards import Shards
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import to_table
@@ -75,6 +77,17 @@ def test_several_ranks_store_the_same_rows_as_a_single_rank(make: Make, tmp_path
         assert sorted(row[0].item() for row in stored[key]) == pytest.approx(
             sorted(row[0].item() for row in rows), abs=1e-5
         )
+
+
+def test_several_ranks_subtract_the_same_mean_from_int8_rows(make: Make, tmp_path: Path) -> None:
+    alone, several = (make(name=name, n_tokens=ALL, dtype="int8", shard_rows=100) for name in ("alone", "several"))
+    n_rows = run(alone).n_tokens
+    assert run_ranks(several, 2, tmp_path / "meet")[0].n_tokens == n_rows
+    for hook in several.model.hooks:
+        sources = [Shards(path=str(job.folder(hook))) for job in (alone, several)]
+        assert sources[1].coded_bytes == sources[0].coded_bytes  # one mean, so that no row has an index
+        one, other = (source.rows(np.arange(n_rows)) for source in sources)
+        torch.testing.assert_close(one.mean(0), other.mean(0), rtol=1e-3, atol=1e-3)
 
 
 def test_metadata_describes_the_rows_from_all_ranks(make: Make, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.real_model import FILE, NAME, needs_model
 from support.tiny_models import make_tokenizer
 
-from trainer.extraction.token_bytes import TOKENS, read_tokens, token_bytes, write_tokens
+from trainer.contract.settings.tokens_of_data import TOKEN_TEXTS
+from trainer.extraction.token_bytes import read_tokens, token_bytes, write_tokens
 
 TEXTS = ["今天天气很好，我们去公园。”", "👩‍💻 is 🎉", "naïve café Ångström", "the cat sat", "  two\n\tspaces", ""]
 BYTE_LEVEL = make_tokenizer("gpt2")
@@ -95,7 +96,7 @@ def test_stored_tokens_are_read_back_unchanged(tmp_path_factory: pytest.TempPath
     write_tokens(folder, tokens)
     assert read_tokens(folder) == tokens
     # A token that is valid UTF-8 is stored as a string, as in earlier versions.
-    assert [one for one in json.loads((folder / TOKENS).read_text()) if isinstance(one, str)] == [
+    assert [one for one in json.loads((folder / TOKEN_TEXTS).read_text()) if isinstance(one, str)] == [
         token.decode() for token in tokens if token.decode("utf-8", "ignore").encode() == token
     ]
 
@@ -105,10 +106,10 @@ def test_stored_tokens_are_read_back_unchanged(tmp_path_factory: pytest.TempPath
 )
 def test_a_file_that_is_not_a_list_of_tokens_yields_no_tokens(tmp_path: Path, content: str) -> None:
     assert read_tokens(tmp_path) == []
-    (tmp_path / TOKENS).write_text(content)
+    (tmp_path / TOKEN_TEXTS).write_text(content)
     assert read_tokens(tmp_path) == []
 
 
 def test_a_token_list_from_a_version_without_byte_tokens_is_read(tmp_path: Path) -> None:
-    (tmp_path / TOKENS).write_text('[" the", "\\ufffd", "s"]')
+    (tmp_path / TOKEN_TEXTS).write_text('[" the", "\\ufffd", "s"]')
     assert read_tokens(tmp_path) == [b" the", "�".encode(), b"s"]

@@ -333,6 +333,7 @@ _EXTRACT = fields(
         "tokens_per_s": (float | None, "Tokens that the model read per second; null if it read no tokens."),
     },
 )
+_PAIRS = fields("Pairs", {"file": (str, "The file written."), "n_pairs": (int, "Number of pairs.")})
 _HEADERS = fields(
     "With --headers",
     {
@@ -348,6 +349,7 @@ _HEADERS = fields(
                         "dtype": "Type of the stored values.",
                         "lists": "Byte offset of the list offsets, and bytes per offset; null if there are no lists.",
                         "column": "Parquet column to decode; null if the file is in another format.",
+                        "mean": "Byte offset of the mean subtracted from int8 rows; null for other rows.",
                         "file": "Path of the file.",
                         "first_row": "Index of the first of these rows in the file.",
                     },
@@ -367,6 +369,7 @@ ANSWERS: dict[str, Schema] = {
     "stop": answer("sae-train stop --json, in the last line", _STOP),
     "extract": answer("sae-train extract --json, in the last line", _EXTRACT),
     "inspect": answer("sae-train inspect --json", _INSPECTION, _HEADERS),
+    "pairs": answer("sae-train pairs --json", _PAIRS),
     "export": answer("sae-train export --json", _EXPORT, _EXPORTED_SET),
     "import": answer("sae-train import --json", _IMPORT),
     "eval": answer("sae-train eval --json", _CARDS),

@@ -378,6 +378,7 @@ _DATA = typed(
         "dimensions": 'Description of dimensions that training left out or scaled down, or "" if there are none.',
         "zero_fraction": "Share of rows of zeros (0 to 1); null if undefined.",
         "drops_zero": "Whether rows of zeros were left out.",
+        "stored_as": 'Encoding of the stored rows and its noise, or "" if the rows are stored as numbers.',
     },
     no_number_is_null=True,
 )

@@ -24,6 +24,7 @@ from trainer.contract.planning.stored_extraction import check_what_is_there
 from trainer.contract.settings.extract import SHARDS_IN_FLIGHT, STATE, ExtractJob, lack_of_output
 from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
+from trainer.contract.settings.rows import INT8, row_bytes
 from trainer.contract.wording import distinct_sizes, gibibytes
 
 # The total size of a row's `token_ids`, `positions` and `document`, in bytes.
@@ -209,7 +210,8 @@ def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) ->
     tokens = max(job.extract.batch_tokens, job.text.context)
     share = min(1.0, 1 / n_gpus + 1 / size.n_layers) if is_cuda and job.model.spread and n_gpus > 1 else 1.0
     # The memory for rows buffered until their shard is complete.
-    waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
+    row = _row_bytes(job, size, is_cuda)
+    waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * row * len(job.model.hooks)
     return Memory(
         weights=round(size.n_parameters * each * share),
         gradients=0,
@@ -222,13 +224,19 @@ def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) ->
 
 
 def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
-    dtype = job.model.dtype if job.extract.dtype == "auto" else job.extract.dtype
-    each = size.value_bytes(dtype, on_cuda=is_cuda)
     n_rows = job.extract.n_tokens
     if is_url(job.extract.output):
         # Shards are removed from the disk when they are uploaded.
         n_rows = min(n_rows, (SHARDS_IN_FLIGHT + 1) * job.extract.shard_rows)
-    return n_rows * len(job.model.hooks) * (size.width * each + _ORIGIN_BYTES)
+    return n_rows * len(job.model.hooks) * (_row_bytes(job, size, is_cuda) + _ORIGIN_BYTES)
+
+
+def _row_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
+    """Return the size of a stored row, without its token and place."""
+    if job.extract.dtype == "int8":
+        return row_bytes(size.width, INT8)
+    dtype = job.model.dtype if job.extract.dtype == "auto" else job.extract.dtype
+    return size.width * size.value_bytes(dtype, on_cuda=is_cuda)
 
 
 def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:

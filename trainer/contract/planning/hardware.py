@@ -129,7 +129,11 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
     def speeds(self, device: str, precision: str, ranks: int, nodes: int = 1) -> Speeds:
         """Return the speeds of `ranks` devices with this name; unmeasured speeds are derived from published figures."""
         assumed, on_node = assumed_speeds(device, precision, nodes), max(1, ranks // nodes)
-        speeds, bus, link = self.devices.get(device), self.buses.get(f"{device} x{on_node}"), self.node_links.get(device)
+        speeds, bus, link = (
+            self.devices.get(device),
+            self.buses.get(f"{device} x{on_node}"),
+            self.node_links.get(device),
+        )
         measured = speeds is not None and precision in speeds.flops_per_s and (on_node == 1 or bus is not None)
         measured = measured and (nodes == 1 or link is not None)
         return Speeds(
@@ -151,9 +155,7 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
         on_node = max(1, ranks // speeds.nodes)
         bus = {f"{device} x{on_node}": Bus(speeds.bus_bytes_per_s, speeds.latency_s)} if on_node > 1 else {}
         link = {device: Bus(speeds.node_bytes_per_s, speeds.node_latency_s)} if speeds.nodes > 1 else {}
-        return msgspec.structs.replace(
-            self, devices=devices, buses=self.buses | bus, node_links=self.node_links | link
-        )
+        return msgspec.structs.replace(self, devices=devices, buses=self.buses | bus, node_links=self.node_links | link)
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:

@@ -342,7 +342,8 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     about a few dimensions accounting for most of the variance, or "". `dimensions` is a sentence about dimensions that
     training left out or scaled down, or "". `zero_fraction` is the share of zero rows; the run leaves these out if
     `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the
-    share of held-out rows that are identical to a compared training row, or None if no rows were compared.
+    share of held-out rows that are identical to a compared training row, or None if no rows were compared. `stored_as`
+    is a phrase about the rows' encoding and its noise, or "" if they are stored as numbers.
     """
 
     place: str
@@ -359,6 +360,7 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: str = ""
     zero_fraction: float = 0.0
     drops_zero: bool = False
+    stored_as: str = ""
 
     def rows(self, n: int) -> str:
         """Return a description of `n` measured rows, such as `1,024 of 4,096 held-out rows`."""
@@ -576,7 +578,7 @@ def lines(card: Card) -> list[str]:
 def title_lines(card: Card) -> list[str]:
     """Return lines describing the SAE, its rows and, if known, when it was measured."""
     figures, data = card.figures, card.data
-    rows = f"{data.rows(figures.n_tokens)} of {data.place}"
+    rows = f"{data.rows(figures.n_tokens)} of {data.place}{f' (stored as {data.stored_as})' * bool(data.stored_as)}"
     counts = {"with a huge norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
     counts |= {"not finite": data.not_finite and f"{data.not_finite:,}"}
     counts |= {"zero": data.drops_zero and data.zero_fraction and f"{data.zero_fraction:.2%}"}

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings import architectures, model_source, optimizers, sources
+from trainer.contract.settings import architectures, model_source, optimizers, requests, sources
 
 EntryKind = TypeVar("EntryKind", bound="Entry")
 
@@ -295,6 +295,11 @@ OPTIMIZERS = {
 }
 SOURCES = {
     "shards": SourceEntry("trainer.activations.shards:Shards", "Rows stored in files.", sources.ShardSettings),
+    "requests": SourceEntry(
+        "trainer.activations.requests:Requests",
+        "Hidden states stored by an inference engine such as vLLM, one file per request.",
+        requests.RequestSettings,
+    ),
     "synthetic": SourceEntry(
         "trainer.activations.synthetic:Synthetic", "Random sums of known features.", sources.SyntheticSettings
     ),

@@ -45,7 +45,8 @@ class Extract(msgspec.Struct, frozen=True):
     skip_first: SkipFirst = 1
     keep_special: KeepSpecial = False
     dtype: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], about("Type of the stored rows; auto: the model's.", advanced=True)
+        Literal["auto", "fp32", "bf16", "fp16", "int8"],
+        about("Type of the stored rows; auto: the model's. int8: half the bytes of bf16.", advanced=True),
     ] = "auto"
     shard_rows: Annotated[
         int, about("Rows per file, shuffled within the file.", unit="tokens", advanced=True, ge=1)

@@ -12,6 +12,17 @@ from trainer.contract.wording import join_words
 # Name prefixes for integer types in safetensors and torch.
 _WHOLE = ("I", "U", "BOOL", "int", "uint", "bool")
 _MOST_NAMES = 8
+# The type of rows encoded as int8. In such a row, each group of 64 values has its own scale, a bfloat16 number. The
+# scales follow the values, so that a row is one piece of a file.
+INT8 = "INT8"
+GROUP = 64
+_SCALE_BYTES = 2
+DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, INT8: 1}
+
+
+def row_bytes(d_in: int, dtype: str) -> int:
+    """Return the number of bytes of a stored row."""
+    return d_in * DTYPE_BYTES[dtype] + (_SCALE_BYTES * -(-d_in // GROUP) if dtype == INT8 else 0)
 
 
 class RowRange(msgspec.Struct, frozen=True):
@@ -29,6 +40,13 @@ class RowRange(msgspec.Struct, frozen=True):
     lists: tuple[int, int] | None = None
     # In a Parquet file, the column to decode, because its compressed bytes are not plain rows.
     column: str | None = None
+    # The byte offset of the mean that was subtracted from rows encoded as int8.
+    mean: int | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the rows."""
+        return self.n_tokens * row_bytes(self.d_in, self.dtype)
 
 
 class NotRowsError(ValueError):
@@ -62,13 +80,18 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
     raise NotRowsError(f"it contains no tensor `{name}`, but {join_words([*listed, *more])}; rename the one to read")
 
 
-def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
-    """Return the column to read: `name`, or the only column in `fitting`, the columns with lists of numbers.
+# Usual names of a column with activations, in the order in which they are preferred.
+_VECTORS = ("activation_vector", "activation", "activations_vector", "vector", "hidden_states", "hidden_state")
 
-    Raise `NotRowsError` if there is no such column or the choice is ambiguous.
+
+def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
+    """Return the column to read: `name`, a usual name, or the only column in `fitting`.
+
+    `fitting` contains the columns with lists of numbers. Raise `NotRowsError` if there is no such column or the choice
+    is ambiguous.
     """
-    if name in fitting:
-        return name
+    if known := next((one for one in (name, *_VECTORS) if one in fitting), None):
+        return known
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -26,18 +26,27 @@ from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.object_paths import local_path, url_of
 from trainer.contract.settings.inspectors import inspector
 from trainer.contract.settings.npy import read_npy
-from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor, rows_and_width
+from trainer.contract.settings.rows import (
+    DTYPE_BYTES,
+    INT8,
+    NotRowsError,
+    RowRange,
+    choose_tensor,
+    row_bytes,
+    rows_and_width,
+)
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
+# The names of the tensors that contain rows encoded as int8, and the mean that was subtracted from them.
+INT8_ROWS, INT8_MEAN = "int8_rows", "int8_mean"
 # The name of the tensor that contains each row's text number.
 DOCUMENT = "document"
 # The name of the tensor with the token of each row.
 TOKENS = "token_ids"
 # The name of the tensor with the place of each row's token in the text, which identifies the row in other extractions.
 PLACE = "place"
-_NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
-DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 # File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
@@ -60,7 +69,7 @@ class Shard(RowRange, frozen=True, kw_only=True):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _HeaderTensor(msgspec.Struct):
+class HeaderTensor(msgspec.Struct):
     """The entry for a tensor in a header; offsets are relative to the end of the header."""
 
     dtype: str
@@ -115,7 +124,7 @@ def numbers_in(shard: Shard, name: str = DOCUMENT) -> RowNumbers | None:
     except (KeyError, ValueError, OSError):
         return None
     (n_rows,), (first, last) = column.shape, column.data_offsets
-    dtype = _NUMBERS.get(column.dtype)
+    dtype = NUMBERS.get(column.dtype)
     if dtype is None or n_rows != shard.n_tokens or last - first != n_rows * int(dtype[-1]):
         return None
     return RowNumbers(begin + first, dtype) if begin + last <= shard.file.stat().st_size else None
@@ -240,6 +249,9 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
             more = [f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else []
             listed = join_words([*map(ascii, sorted(names)[:_MOST_NAMES]), *more])
             yield f"skipped {plural(len(names), 'file')} in {root} ({reason}): {listed}"
+    columns = sorted({shard.column for shards in of_files.values() for shard in shards if shard.column} - {TENSOR})
+    if columns:
+        yield f"{root}: the rows are in the column {join_words([ascii(one) for one in columns])}"
     if any(shard.dtype == "F64" for shards in of_files.values() for shard in shards):
         yield f"{root} stores float64, which is read as float32"
 
@@ -279,7 +291,7 @@ def _inspect(file: Path, field: str, read: Read) -> list[Shard]:
         raise _problem(field, file, f"stores {wrong}; {kinds}; save them as float32")
     if not any(shard.n_tokens * shard.d_in for shard in shards):
         return []
-    ends = (shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards)
+    ends = (max(shard.offset + shard.n_bytes, (shard.mean or 0) + 4 * shard.d_in) for shard in shards)
     if size < max(ends) and shards[0].column is None:
         raise _problem(field, file, "is truncated; copy it again")
     return shards
@@ -292,14 +304,37 @@ def _read(file: Path, field: str) -> list[RowRange]:
 def _read_safetensors(file: Path, field: str) -> RowRange:
     try:
         header, begin = read_header(file)
-        tensors = {name: convert_as(one, _HeaderTensor) for name, one in header.items() if name != "__metadata__"}
+        tensors = {name: convert_as(one, HeaderTensor) for name, one in header.items() if name != "__metadata__"}
     except ValueError:
         raise _problem(field, file, "is not a complete safetensors file; copy it again") from None
+    if INT8_ROWS in tensors:
+        return _int8_rows(tensors, begin)
     tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]
     (n_tokens, d_in), dtype, (start, end) = rows_and_width(tensor.shape), tensor.dtype, tensor.data_offsets
     if dtype in DTYPE_BYTES and end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
         raise _problem(field, file, "is truncated; copy it again")
     return RowRange(begin + start, n_tokens, d_in, dtype)
+
+
+def _int8_rows(tensors: Mapping[str, HeaderTensor], begin: int) -> RowRange:
+    rows, mean = tensors[INT8_ROWS], tensors.get(INT8_MEAN)
+    if mean is None or mean.dtype != "F32" or len(mean.shape) != 1:
+        raise NotRowsError(f"its tensor {INT8_ROWS!a} needs {INT8_MEAN!a}, a float32 vector; extract the rows again")
+    (d_in,), (start, end), (first, last) = mean.shape, rows.data_offsets, mean.data_offsets
+    width = row_bytes(d_in, INT8)
+    n_tokens = rows.shape[0] if rows.shape else 0
+    if (
+        rows.dtype != "U8"
+        or rows.shape != (n_tokens, width)
+        or (end - start, last - first)
+        != (
+            n_tokens * width,
+            4 * d_in,
+        )
+    ):
+        message = f"its tensor {INT8_ROWS!a} is not uint8 of shape [n_tokens, {width}], as {INT8_MEAN!a} says"
+        raise NotRowsError(f"{message}; extract the rows again")
+    return RowRange(begin + start, n_tokens, d_in, INT8, mean=begin + first)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

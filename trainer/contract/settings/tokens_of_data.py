@@ -10,10 +10,13 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.object_paths import url_of
 from trainer.contract.settings.model_source import ModelSettings
+from trainer.contract.settings.requests import HIDDEN_STATES, RequestSettings
 from trainer.contract.settings.shards import DOCUMENT, TOKENS, inspect_shards, read_header, shard_files
 from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
+# The name of the file with each token's text, in token id order.
+TOKEN_TEXTS = "tokens.json"
 # The names of the tensors in a shard that contain each row's token, the token's position in its piece of a document,
 # and its document.
 ORIGIN = (TOKENS, "positions", DOCUMENT)
@@ -24,6 +27,8 @@ def folder_of(settings: SourceSettings) -> Path | None:
 
     For a crosscoder, this is the first part's folder, because all parts have the rows of the same tokens.
     """
+    if isinstance(settings, RequestSettings):
+        return Path(os.path.expanduser(settings.path))
     first = settings.parts()[0]
     paths = each(first.folders) if isinstance(first, ShardSettings) else []
     return Path(os.path.expanduser(paths[0])) if len(paths) == 1 else None
@@ -56,6 +61,10 @@ def tells_tokens(folder: Path) -> bool:
 
 
 def shard_tells_tokens(file: Path) -> bool:
-    """Return whether a shard records the tokens for its rows."""
+    """Return whether a shard, or the file of a request, records the tokens for its rows.
+
+    The tokens of a request are of use only with their texts, which an inference engine does not store.
+    """
     header, _ = read_header(file) if file.suffix == ".safetensors" else ({}, 0)
-    return {*ORIGIN} <= header.keys()
+    is_request = {HIDDEN_STATES, TOKENS} <= header.keys() and (file.parent / TOKEN_TEXTS).exists()
+    return is_request or {*ORIGIN} <= header.keys()
