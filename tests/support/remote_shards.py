@@ -14,6 +14,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 
+from trainer.activations.int8_rows import encoded
 from trainer.contract import object_cache, object_store
 from trainer.contract.object_store import ObjectStore
 
@@ -59,7 +60,9 @@ def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[t
     fsspec.register_implementation("memory", MemoryFileSystem, clobber=True)
 
 
-def write_shards(folder: Path, n_shards: int = 8, *, has_sums: bool = True, columns: bool = True) -> None:
+def write_shards(
+    folder: Path, n_shards: int = 8, *, has_sums: bool = True, columns: bool = True, int8: bool = False
+) -> None:
     """Write shuffled shards with the texts of their rows, as an extraction does."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = {}
@@ -69,7 +72,8 @@ def write_shards(folder: Path, n_shards: int = 8, *, has_sums: bool = True, colu
         document = torch.arange(first, first + N) * N_TEXTS // N
         own = {"document": document.int(), "token_ids": document.int(), "positions": document.int()}
         file = folder / f"shard-{number:05d}.safetensors"
-        save_file({"activations": rows, **(own if columns else {})}, file)
+        coded = {"int8_rows": encoded(rows, rows.mean(0)), "int8_mean": rows.mean(0)}
+        save_file({**(coded if int8 else {"activations": rows}), **(own if columns else {})}, file)
         sums[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     (folder / "meta.json").write_text(json.dumps({"shuffled": True} | ({"shards": sums} if has_sums else {})))
 

@@ -76,6 +76,14 @@ def test_a_url_yields_the_same_rows_as_local_shards(local: Path, shuffle_shards:
     assert torch.equal(ours.of_hook(0).sample(0)[0], others.of_hook(0).sample(0)[0])
 
 
+@pytest.mark.parametrize("columns", [True, False])
+def test_int8_shards_at_a_url_are_decoded_like_local_ones(store: type[Requests], tmp_path: Path, columns: bool) -> None:
+    write_shards(tmp_path / "acts", int8=True, columns=columns)
+    upload(tmp_path / "acts")
+    ours, others = opened(tmp_path / "acts")[0], opened(URL)[0]
+    assert list(batches(ours, n=3)) == list(batches(others, n=3))
+
+
 def test_data_larger_than_the_cache_is_used_in_windows_and_resumes_exactly(
     local: Path, store: type[Requests], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
