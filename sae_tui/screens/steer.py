@@ -69,12 +69,12 @@ class SteerScreen(ModelScreen):
     SteerScreen > #steer-title { text-wrap: nowrap; text-overflow: ellipsis; }
     SteerScreen #steer-form { height: auto; }
     SteerScreen #steer-form Horizontal { height: 1; }
-    SteerScreen #steer-form .fields { width: 1fr; }
-    SteerScreen #steer-form .ticks { width: auto; }
+    SteerScreen #steer-form .fields, SteerScreen #steer-form .ticks { width: auto; }
+    SteerScreen #steer-form .-fill { width: 1fr; }
     SteerScreen.-narrow #steer-form .row { layout: vertical; height: 2; }
     SteerScreen #steer-form TextField { height: 2; }
-    SteerScreen.-framed #steer-form Horizontal { padding: 0 1; }
-    SteerScreen #steer-form Horizontal > Label { margin-right: 1; color: $text-muted; }
+    SteerScreen.-framed #steer-form .row { padding: 0 1; }
+    SteerScreen #steer-form .fields > Label { margin-right: 1; color: $text-muted; }
     SteerScreen Input { margin-right: 1; padding: 0; background: $panel; }
     SteerScreen Tick, SteerScreen Tick:focus { width: auto; margin-right: 1; background: $background; }
     SteerScreen #steer-about { height: 1; width: 100%; text-wrap: nowrap; text-overflow: ellipsis; color: $text-muted; }
@@ -98,7 +98,8 @@ class SteerScreen(ModelScreen):
             yield TextField(self._prompt, earlier=self.session.model.texts, placeholder="A prompt", id="prompt")
             for fields, ticks in _ROWS:
                 with Horizontal(classes="row"):
-                    with Horizontal(classes="fields"):
+                    fills = any(not width for _, _, width, _ in fields)
+                    with Horizontal(classes="fields -fill" if fills else "fields"):
                         for name, words, width, value in fields:
                             yield Label(words, markup=False)
                             field = Input(value or str(self.latent), id=name, compact=True)
