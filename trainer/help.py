@@ -204,9 +204,10 @@ have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.9
 first tokens.
 With --effects, the report card also contains the effect of each latent: how much the model's loss increases, in nats
 per token, if the latent's contribution (activation times decoder direction) is subtracted from the rows. A latent with
-a positive effect helps the model. One forward and one backward pass over the text estimate the effects of all latents
-to first order; the 20 latents with the largest estimates are also ablated, on a part of the text, and the report card
-shows how well both agree. Estimates are often too small for the largest effects, so use them to rank latents.
+a positive effect helps the model. A latent of a cross-layer transcoder contributes to the outputs of this MLP and of
+all later ones. One forward and two backward passes over the text estimate the effects of all latents, including the
+curvature of the loss; the 20 latents with the largest estimates are also ablated, on a part of the text, and the report
+card shows how well both agree. Estimates are often too small for the largest effects, so use them to rank latents.
 With --probe, the report card also contains the AUC of logistic regressions on the 1 and 16 latents whose means differ
 most between two classes of texts, and on all activations, over 3 splits of the texts of sae-probes (`pip install
 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error over splits

@@ -31,6 +31,7 @@ def table() -> str:
     models = {
         f"{name}, {gpu.split()[1]}": model_time(size, "cuda", gpu) for name, size in SIZES.items() for gpu in GPUS
     }
+    # The H100 and the H200 have the same times as long as no wait is limited by memory bandwidth.
     lines = [["seconds", *models], ["---"] * (1 + len(models))]
     lines += [[wait, *(f"{seconds(of):.2g}" for of in models.values())] for wait, seconds in WAITS.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
