@@ -45,7 +45,7 @@ class TextScreen(ModelScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="text.back", tooltip="To the feature browser"),
         Binding("ctrl+e", "edit", "Edit", id="text.edit", tooltip="Edit the text"),
-        Binding("ctrl+t", "chat", "Chat", id="text.chat",
+        Binding("f12", "chat", "Chat", id="text.chat",
                 tooltip="Read the text as a user's message in the model's chat template, or as it is"),
         Binding("f", "browse", "Features", id="text.features",
                 tooltip="To the feature browser, with the cursor on the selected latent"),

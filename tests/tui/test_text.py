@@ -116,7 +116,7 @@ async def test_a_text_is_read_again_as_a_chat_message(make_app: MakeApp, tmp_pat
         screen = await open_model(pilot, app, "T", "plain", tmp_path)
         await type_text(pilot, screen, "the woolly lambs")
         await has_read(pilot, screen)
-        await pilot.press("ctrl+t")
+        await pilot.press("f12")
         await wait_until(pilot, lambda: len(requests(tmp_path)) == 2 and screen.query_one(TokenText)._texts)
         assert [(one["text"], one["is_chat"]) for one in requests(tmp_path)] == [
             ("the woolly lambs", False), ("the woolly lambs", True),
@@ -138,7 +138,7 @@ async def test_a_model_without_a_chat_template_reads_texts_as_they_are(make_app:
         screen = await open_model(pilot, app, "T", "masked", tmp_path)
         await type_text(pilot, screen, "the woolly lambs")
         await has_read(pilot, screen)
-        await pilot.press("ctrl+t")
+        await pilot.press("f12")
         await wait_until(pilot, lambda: any("no chat template" in str(one.message) for one in app._notifications))
         assert len(requests(tmp_path)) == 1
 
