@@ -165,11 +165,15 @@ class Shards(IndexedSource):
         return None if x is None or y is None else (x, y)
 
     def coded_pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
+        if self.coded_bytes is None:
+            return self.pairs(indices, empty)
         indices = _sorted(indices)
         x = self._inputs.coded(indices, empty)
         return x, x if self._targets is None else self._targets.coded(indices, empty)
 
     def decoded(self, pair: Pair) -> Pair:
+        if self.coded_bytes is None:
+            return pair
         x, y = pair
         inputs = self._inputs.decoded(x)
         return inputs, inputs if self._targets is None else self._targets.decoded(y)

@@ -54,6 +54,11 @@ def test_disk_space_is_estimated_from_the_rows_and_time_from_the_matmuls(job: Ex
     assert look.d_in == D_IN
     # The output contains fp32 rows from two hooks, each stored with its token, position and document.
     assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 20)
+    int8 = outlook_of_extraction(job.replace("extract", dtype="int8"), [])
+    assert int8.disk_bytes == 10**6 * 2 * (D_IN + 2 * -(-D_IN // 64) + 20)
+    assert int8.needs_bytes is not None
+    assert look.needs_bytes is not None
+    assert int8.needs_bytes < look.needs_bytes
     whole = outlook_of_extraction(job, [], speeds=MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 2e9}, 1e9)}))
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
 

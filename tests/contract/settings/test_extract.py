@@ -70,7 +70,7 @@ def test_an_extraction_job_needs_model_hooks_and_text_and_has_defaults_for_the_r
         ({"extract": {"skip_first": 256}}, "extract.skip_first: must be below text.context, 256, not 256"),
         ({"extract": {"n_tokens": 0}}, "extract.n_tokens: must be an integer of at least 1 (tokens), not 0"),
         ({"extract": {"max_norm": -1}}, "extract.max_norm: must be a number of at least 0, not -1"),
-        ({"extract": {"dtype": "fp8"}}, 'extract.dtype: must be "auto", "fp32", "bf16" or "fp16", not "fp8"'),
+        ({"extract": {"dtype": "fp8"}}, 'extract.dtype: must be "auto", "fp32", "bf16", "fp16" or "int8", not "fp8"'),
         ({"extract": 5}, "extract: must be a section: write [extract] and its keys below"),
         ({"train": {"n_steps": 5}}, "train: is not a known setting"),
         ({"launch": {"gpus": "tpu"}}, "launch.gpus: must be "),

@@ -17,7 +17,7 @@ from trainer.activations.micro_batches import Cut
 from trainer.activations.shards import Shards
 from trainer.activations.side_by_side import SideBySide
 from trainer.activations.training_data import IndexedData
-from trainer.activations.transfer import Transfer
+from trainer.activations.transfer import Overlapped
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.rows import INT8, row_bytes
 from trainer.measuring.inspection import inspect_data, table
@@ -86,10 +86,33 @@ def in_any_order(rows: Tensor) -> list[list[float]]:
     return sorted(rows.tolist())
 
 
-def batches_of(source: IndexedSource) -> list[list[float]]:
+class Bus:
+    """A lane to a simulated GPU that counts the bytes that cross the bus."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    def pinned(self, n_bytes: int) -> Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    def copy(self, rows: Tensor) -> Tensor:
+        self.n_bytes += rows.numel() * rows.element_size()
+        return rows.clone()
+
+    def mark(self) -> Bus:
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing, because every copy is complete."""
+
+    def meet(self, arrival: object, rows: tuple[Tensor, ...]) -> None:
+        """Do nothing."""
+
+
+def batches_of(source: IndexedSource, lane: Bus | None = None) -> list[list[float]]:
     """Return the rows of one epoch in any order, read in batches; the rows of several hooks are joined."""
     data = IndexedData(source, 0, 0, Group())
-    batches = Batches(data, Cut(64), start=0, device=CPU, transfer=Transfer(CPU))
+    batches = Batches(data, Cut(64), start=0, device=CPU, transfer=Overlapped(CPU, lane) if lane else None)
     try:
         pairs = [batches.next().hooks for _ in range(source.n_tokens // 64)]
     finally:
@@ -111,7 +134,12 @@ def test_training_gets_the_rows_of_mixed_and_joined_folders(tmp_path: Path) -> N
     assert mixed.coded_bytes == (70 + 4 + 1, 0)
     assert dtypes.coded_bytes is None
     assert torch.equal(mixed.rows(np.arange(256)), torch.cat(rows))
-    assert batches_of(mixed) == in_any_order(torch.cat(rows))
+    for lane in (None, Bus()):
+        assert batches_of(mixed, lane) == in_any_order(torch.cat(rows))
+    # Four batches, and up to four that were read ahead, crossed the bus as bytes.
+    assert lane
+    assert lane.n_bytes % (64 * 75) == 0
+    assert 4 * 64 * 75 <= lane.n_bytes <= 8 * 64 * 75
     assert batches_of(dtypes) == in_any_order(torch.cat([rows[0], second]))
     # Two hooks: both int8, and one of them fp32.
     for sources in ([a, b], [a, Shards(path=str(tmp_path / "c"))]):

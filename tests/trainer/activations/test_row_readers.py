@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
 from trainer.activations.batches import Batches
+from trainer.activations.int8_rows import encoded
 from trainer.activations.micro_batches import Cut
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
@@ -35,7 +36,7 @@ from trainer.parallel.threads import Threads, on_all
 
 CPU = torch.device("cpu")
 KINDS = ("shards", "mixture", "transcoder", "hooks", "synthetic")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8)
 N_BATCHES = 5
 MakeJob = Callable[..., JobConfig]
 
@@ -72,7 +73,11 @@ def folder_of(place: Path, n: int, width: int, dtype: torch.dtype, scale: float 
         rows[3::11] *= 500
         rows[5::bad] = torch.nan
         for number, part in enumerate(rows.split(n // 2 + 1)):
-            save_file({"activations": part.to(dtype)}, folder / f"{number}.safetensors")
+            stored = {"activations": part.to(dtype)}
+            if dtype == torch.int8:
+                mean = torch.linspace(-2, 5, width) * scale
+                stored = {"int8_rows": encoded(part, mean), "int8_mean": mean}
+            save_file(stored, folder / f"{number}.safetensors")
     return str(folder)
 
 
