@@ -37,7 +37,7 @@ from trainer.parser import make_parser as trainer_parser
 
 # Other programs, whose flags are not checked.
 OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git", "jq", "jupyter", "loginctl", "mkdir",
-          "rsync", "source", "ssh", "wandb"}  # fmt: skip
+          "rsync", "sky", "source", "ssh", "wandb"}  # fmt: skip
 # Example values for the placeholders in commands within sentences.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
 # Commands that a test can run because they change at most a name, tag or note, and flags that would make them run

@@ -43,9 +43,8 @@ from trainer.contract.paths import open_private, private_folder
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from trainer.contract.settings.command import CommandJob
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.catalog import KINDS
+from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.skypilot import keeps_elsewhere
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
@@ -145,6 +144,7 @@ class RentedAttempt(RankStates[RentedRank]):
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
         self._job = setup.config
+        self._trains, self._is_program = KINDS[self._job.kind].trains, KINDS[self._job.kind].is_program
         self._folder = self._paths.attempt(self._spec.attempt)
         self._rented = Rented(machine_name(self._paths.root, self._job.name))
         self._ingest = Ingest(self._paths.progress_file(self._spec.attempt), self._paths.metrics_db)
@@ -194,7 +194,7 @@ class RentedAttempt(RankStates[RentedRank]):
         known = read_rented(self._folder)
         self._rented = known or self._rented
         exit_file, log = self._paths.rank_exit(self._spec.attempt, 0), self._paths.log(0)
-        job = RentedRank(exit_file, log, self._rented.name, is_program=isinstance(self._job, CommandJob))
+        job = RentedRank(exit_file, log, self._rented.name, is_program=self._is_program)
         if not known:
             self._launch()
         self.ranks = [job]
@@ -211,7 +211,7 @@ class RentedAttempt(RankStates[RentedRank]):
 
     def _stored_before(self) -> dict[str, str]:
         """Return the run's files that were copied here when the job was stopped, by their path on the machine."""
-        if self._job.launch.runs_url or not isinstance(self._job, JobConfig) or not self._kept.is_dir():
+        if self._job.launch.runs_url or not self._trains or not self._kept.is_dir():
             return {}
         there = f"{HOME}/runs/{self._rented.name}"
         return {there: str(self._kept), f"{there}/checkpoints": str(self._paths.checkpoints)}
@@ -356,14 +356,14 @@ class RentedAttempt(RankStates[RentedRank]):
         if self._asked_to_stop:
             return
         self._asked_to_stop = True
-        if isinstance(self._job, JobConfig) and self._is_running:
+        if self._trains and self._is_running:
             self._request("stop")
         else:
             self._cancel()
 
     def ask_to_finish(self) -> None:
         """Ask the trainer to cool down and finish early."""
-        if not self._asked_to_finish and isinstance(self._job, JobConfig) and self._is_running:
+        if not self._asked_to_finish and self._trains and self._is_running:
             self._asked_to_finish = True
             self._request("finish", "--finish")
 
@@ -435,7 +435,7 @@ class RentedAttempt(RankStates[RentedRank]):
         code = self._code()
         if code == EXIT_FINISHED:
             self._copies = self._results()
-        elif code == EXIT_STOPPED and isinstance(self._job, JobConfig) and not keeps_elsewhere(self._job):
+        elif code == EXIT_STOPPED and self._trains and not keeps_elsewhere(self._job):
             self._copies = self._checkpoints()
         self._is_copying = True
         self._next_copy()
@@ -461,12 +461,12 @@ class RentedAttempt(RankStates[RentedRank]):
         """Return the commands that copy the SAE or the rows of a finished job here."""
         name = self._rented.name
         there = f"sae-tui/runs/{name}"
-        if isinstance(self._job, ExtractJob):
+        if self._job.writes_rows:
             if self._job.launch.runs_url:
                 self._tell("rows", f"its rows are in {self._job.launch.runs_url}, in the folder {name}")
                 return []
-            return [fetch_words(name, there, Path(self._job.extract.output), ".run")]
-        return [fetch_words(name, f"{there}/sae", self._arriving)] if isinstance(self._job, JobConfig) else []
+            return [fetch_words(name, there, Path(to_table(self._job)["extract"]["output"]), ".run")]
+        return [fetch_words(name, f"{there}/sae", self._arriving)] if self._trains else []
 
     def _checkpoints(self) -> list[Sequence[str]]:
         """Return the commands that copy everything here that is needed to resume a run on another machine."""
@@ -513,7 +513,7 @@ class RentedAttempt(RankStates[RentedRank]):
     def _say_cost(self, *, is_safe: bool) -> None:
         """Report the cost, and have SkyPilot end a machine whose files are here; a command's files may be anywhere."""
         name, command = self._rented.name, f"`sae-tui down {self._job_id}` ends it"
-        if is_safe and not isinstance(self._job, CommandJob):
+        if is_safe and not self._is_program:
             answer = sky(["autostop", name, "--yes", "--down", "-i", str(IDLE_MINUTES)], ANSWER_S).wait()
             if not answer.failure:
                 later = f"its machine {name} ends after {IDLE_MINUTES} idle minutes"

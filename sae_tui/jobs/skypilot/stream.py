@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.skypilot.task import MARK
@@ -97,7 +98,7 @@ def _begins_at(paths: RunPaths) -> Heartbeat:
 
 def stream(job: AnyJob, run_dir: Path) -> None:
     """Print progress and the first rank's log until standard input is closed, and then once more."""
-    progress = Rows(job) if isinstance(job, ExtractJob) else Progress(run_dir)
+    progress = Rows(cast(ExtractJob, job)) if job.writes_rows else Progress(run_dir)
     log = LogFollower(RunPaths(run_dir).log(0), _size(RunPaths(run_dir).log(0)))
     is_over = False
     while not is_over:

@@ -22,10 +22,10 @@ import msgspec
 from sae_tui.jobs.skypilot.resources import choose_gpus, disk_gb, fixed_count, needs_bytes
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import on_one_line
+from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.command import CommandJob
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import AnyJob, JobConfig, Launch
-from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.job import AnyJob, Launch
+from trainer.contract.settings.job_file import any_job_of, dump_job, to_table
 from trainer.contract.settings.skypilot import RentedGpus
 from trainer.contract.settings.sources import each
 from trainer.contract.wording import gibibytes
@@ -38,6 +38,8 @@ MARK = "@sae-tui"
 # The port on which the machines of one job meet; clouds' firewalls close it to all other machines.
 PORT = 29500
 _PYTHON = "3.12"
+# The settings that contain a path, or the name of a model on the hub.
+_ON_HUB = ("data.model", "model.path")
 _EXTRAS = {"train": "train,hf,eval,parquet", "extract": "train,hf,parquet"}
 # The longest slug: clouds allow names of 63 characters, and SkyPilot adds some itself.
 _LONGEST = 24
@@ -78,7 +80,7 @@ def make_task(job: AnyJob, name: str, given: Mapping[str, str] | None = None) ->
     files: dict[str, Any] = {**mounts, **(given or {})}
     if launch.runs_url:
         files[f"{HOME}/runs"] = {"source": launch.runs_url, "mode": "MOUNT_CACHED"}
-    elif launch.nodes > 1 and isinstance(job, JobConfig):
+    elif launch.nodes > 1 and KINDS[job.kind].trains:
         message = "is missing: the machines of a job share their run folder; set it, like s3://my-bucket/runs"
         raise JobFileError([Problem("launch.runs_url", message)])
     wheel = launch.package if launch.package and launch.package.endswith(".whl") else ""
@@ -99,11 +101,10 @@ def _title(job: AnyJob, gpus: Sequence[RentedGpus], name: str) -> str:
     """Return comment lines that say what the task needs, and how to launch it."""
     needed = needs_bytes(job, gpus[0]) if gpus else None
     needs = f", which needs {gibibytes(needed)} on each {gpus[0].kind}" if needed else ""
-    again = "sky jobs launch" if job.launch.spot else "sky launch"
     lines = [
         f"A SkyPilot task for the job {on_one_line(job.name)}{needs}; made by sae-tui {own_version()}.",
         f"Launch it:  sky launch -c {name} THIS_FILE",
-        *([f"Rent another machine whenever the cloud takes one back:  {again} THIS_FILE"] if job.launch.spot else []),
+        *(["Rent another machine whenever the cloud takes one back:  sky jobs launch THIS_FILE"] * job.launch.spot),
         f"View it:    sae-tui --host {name}",
         f"End it:     sky down {name}",
     ]
@@ -122,9 +123,10 @@ def _resources(job: AnyJob, gpus: Sequence[RentedGpus], sources: Iterable[str]) 
 def _moved(job: AnyJob, run: str) -> tuple[AnyJob, dict[str, str]]:
     """Return the job with its paths on the machine, and the local source of each mounted path, by remote path."""
     mounts: dict[str, str] = {}
+    table = to_table(job)
 
     def moved(path: str, setting: str) -> str:
-        if "://" in path:
+        if "://" in path or (setting in _ON_HUB and not os.path.exists(path)):
             return path
         if "$" in path or not path.isprintable():
             raise JobFileError([Problem(setting, f"{path!a} contains characters that SkyPilot replaces; rename it")])
@@ -135,25 +137,14 @@ def _moved(job: AnyJob, run: str) -> tuple[AnyJob, dict[str, str]]:
         mounts[remote] = path
         return THERE + remote.removeprefix(HOME)
 
-    if isinstance(job, JobConfig):
-        settings = job.data.settings
-        changes: dict[str, Any] = {}
-        for name in (*settings.paths, *settings.hub_paths):
-            given = getattr(settings, name) or []
-            # A path that does not exist may be a name on the hub.
-            paths = [
-                moved(path, f"data.{name}") if name in settings.paths or os.path.exists(path) else path
-                for path in each(given)
-            ]
-            changes |= {name: paths[0] if isinstance(given, str) else paths} if given else {}
-        return job.replace("data", settings=msgspec.structs.replace(settings, **changes)), mounts
-    if isinstance(job, ExtractJob):
-        if os.path.exists(job.model.path):
-            job = job.replace("model", path=moved(job.model.path, "model.path"))
-        if job.text.path:
-            job = job.replace("text", path=moved(job.text.path, "text.path"))
-        return job.replace("extract", output=run), mounts
-    return job, mounts
+    for section, name in dict.fromkeys([*job.paths_read(), *(tuple(setting.split(".")) for setting in _ON_HUB)]):
+        given = table.get(section, {}).get(name)
+        if given:
+            paths = [moved(path, f"{section}.{name}") for path in each(given)]
+            table[section][name] = paths[0] if isinstance(given, str) else paths
+    if job.writes_rows:
+        table["extract"]["output"] = run
+    return any_job_of(table), mounts
 
 
 def _file_name(path: str) -> str:
@@ -240,7 +231,7 @@ def _start(job: AnyJob, nodes: int, processes: str) -> str:
     """
     devices = f'--set "launch.gpus={"cpu" if job.on_cpu else "auto"}:{processes}"'
     job_file = f"{THERE}/job.toml"
-    if isinstance(job, ExtractJob):
+    if job.writes_rows:
         trainer = f"sae-train extract {job_file} {devices} 9>&-"
     elif nodes == 1:
         trainer = f"""\
