@@ -83,7 +83,7 @@ def test_a_grid_of_training_jobs_is_an_array(shell):
         (["--time", "0"], "--time: must be longer than 0 s and at most 10,000 days, not 0"),
         (["--memory", "0GiB"], "--memory: must be more than 0; leave it out to use idle GPUs"),
         (["--set", "command.log_limit_mib=0"], "command.log_limit_mib: must be an integer of at least 1"),
-        (["--set", "launch.backend=x"], 'launch.backend: must be "local" or "slurm", not "x"'),
+        (["--set", "launch.backend=x"], 'launch.backend: must be "local" or "slurm" or "skypilot", not "x"'),
         (["--env", "a"], '--env: must be NAME=VALUE, not "a"'),
         (["--shell", "true"], "--shell: is given in addition to a command after --"),
         (["--grid", "array_index=1,2"], "--grid: array_index is the index of a job; choose another name"),

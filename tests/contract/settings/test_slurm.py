@@ -32,7 +32,7 @@ def test_the_number_of_nodes_is_ignored_with_a_warning_on_the_local_machine(make
     assert wanted_ranks(job) == 4
     (problem,) = check_backend(job)
     assert (problem.path, problem.severity) == ("launch.nodes", "warning")
-    assert problem.message == '2 nodes need launch.backend = "slurm"; "local" uses only this machine'
+    assert problem.message == '2 nodes need launch.backend = "slurm" or "skypilot"; "local" uses only this machine'
 
 
 def test_a_machine_without_gpus_can_submit_a_job_for_many(make_job, sbatch, write_shard, tmp_path) -> None:

@@ -51,7 +51,7 @@ def test_a_registered_backend_runs_a_real_training_job(box, nice):
 
 def test_the_form_offers_a_registered_backend_and_shows_its_settings(nice):
     choices = {path: choices for path, _, choices in form_fields({})}
-    assert choices["launch.backend"] == ("local", "slurm", "nice")
+    assert choices["launch.backend"] == ("local", "slurm", "skypilot", "nice")
     more = {path for path, _, _ in form_fields({"launch.backend": "nice"})}
     assert more - choices.keys() == {"launch.niceness"}
 
