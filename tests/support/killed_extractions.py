@@ -1,9 +1,10 @@
 """Extraction jobs that are killed and restarted in forks of this process, which has already imported transformers.
 
-`killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
-folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. The job is then
-restarted and killed after a random time, and finally restarted and run to completion. One more job, in DIR/interrupted,
-gets SIGINT after its first shard. Prints the exit codes of each job as JSON; a negative code is a signal.
+`killed_extractions.py JOB.toml DIR SEED N [url]` runs one job undisturbed, in DIR/whole, and then N jobs, each in its
+own folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. The job is
+then restarted and killed after a random time, and finally restarted and run to completion. One more job, in
+DIR/interrupted, gets SIGINT after its first shard. With `url`, the output is a file:// URL, and each run starts with
+an empty cache folder, as on another machine. Prints the exit codes of each job as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,8 +34,10 @@ def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with (output.parent / f"{output.name}.errors").open("a") as errors:
             os.dup2(errors.fileno(), 2)
+        if is_url := "url" in sys.argv[5:]:
+            os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=output.parent, prefix=".")
         prepare()
-        os._exit(main(["extract", job, "--set", f"extract.output={output}"]))
+        os._exit(main(["extract", job, "--set", f"extract.output={'file://' if is_url else ''}{output}"]))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

@@ -57,15 +57,15 @@ class WindowOrder(Order):
         return np.concatenate([self._split.rows(self._numbers(*part)) for part in self._parts(start, start + length)])
 
     def spans(self, start: int, length: int) -> list[Span]:
-        """Return the rows of the windows of a batch and of the window after it, in the order of their use."""
+        """Return the rows of a batch's window and of the window after it, in the order of their use.
+
+        For a batch from several windows, return only these windows, because the cache has room for two.
+        """
         parts = [(epoch, window) for epoch, window, _ in self._parts(start, start + length)]
         epoch, window = parts[-1]
-        is_last = window + 1 == len(self._windows(epoch))
-        shards = [
-            int(shard)
-            for epoch, window in [*parts, (epoch + 1, 0) if is_last else (epoch, window + 1)]
-            for shard in self._windows(epoch)[window]
-        ]
+        if len(parts) == 1:
+            parts.append((epoch + 1, 0) if window + 1 == len(self._windows(epoch)) else (epoch, window + 1))
+        shards = [int(shard) for epoch, window in parts for shard in self._windows(epoch)[window]]
         # The held-out rows and samples come from the first shards.
         spans = [(0, self._split.n_first)] if self._split.n_first < self._split.n_tokens else []
         return [*spans, *((int(self._starts[shard]), int(self._starts[shard + 1])) for shard in shards)]

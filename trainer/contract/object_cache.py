@@ -179,6 +179,8 @@ class RowCache:
         """Download these shards in this order, and release all others."""
         with self._changed:
             self._wanted = [file for file in files if file in self._copies]
+            # There may be room now for shards that did not fit.
+            self._failures.clear()
             for file in self._held.keys() - set(self._wanted) - set(+self._readers):
                 os.close(self._held.pop(file))
             self._start()
@@ -371,7 +373,8 @@ class RowCache:
 
     def _of_room(self, size: int) -> UserError:
         room = f"the cache {objects_folder()} may take {gibibytes(self._limit)}"
-        return UserError(
+        # Another job may soon release its shards.
+        return Unreachable(
             f"{self._field}: {room}, and a shard of {gibibytes(size)} does not fit next to the shards in use;"
             " raise data.cache_gb, free some space, or lower data.shuffle_shards"
         )

@@ -478,7 +478,8 @@ class Extraction:
             sums, limit = state.sums[number], state.limits[number]
             assert sums is not None
             facts = facts_of_hook(self._job, number, self.model, sums, state.shards[number], limit)
-            write_tokens(self._job.folder(hook), tokens)
+            # The folder may be missing if all shards were uploaded from another machine.
+            write_tokens(private_folder(self._job.folder(hook)), tokens)
             write_json(self._job.folder(hook) / META, of_all | facts)
             described += [self._job.folder(hook) / name for name in (TOKEN_TEXTS, META)]
         return described

@@ -122,7 +122,8 @@ def test_two_ranks_on_one_machine_download_each_shard_once(local: Path, store: t
         cache.close()
 
 
-def test_shards_in_use_by_another_job_are_not_evicted(local: Path) -> None:
+def test_shards_in_use_by_another_job_are_not_evicted(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_cache, "PATIENCE_S", 0.1)
     inspect_shards(URL)
     first, second, third = sorted(Path(local_path(URL)).glob("shard*"))[:3]
     ours, other = (RowCache([first, second, third], "data.path", int(5 * 2**16 + 2.5 * SIZE)) for _ in range(2))
@@ -225,6 +226,7 @@ def test_half_an_object_is_refused_in_one_sentence(local: Path) -> None:
 def test_a_full_disk_frees_old_shards_and_then_stops_in_one_sentence(
     local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(object_cache, "PATIENCE_S", 0.1)
     inspect_shards(URL)
     files = sorted(Path(local_path(URL)).glob("shard*"))[:3]
     cache, reserve, n_fit = RowCache(files, "data.path", 10**9), os.posix_fallocate, 2
