@@ -10,6 +10,7 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 TOKEN = "hf_0123456789secret"
 COMMIT = "5" * 40
@@ -59,6 +60,8 @@ class Hub:
             value = line["value"]
             if line["key"] == "file":
                 self.files[repo][value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del self.files[repo][value["path"]]
             elif line["key"] == "lfsFile":
                 self.files[repo][value["path"]] = self.stored[value["oid"]]
 
@@ -72,6 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         repo = self.path.partition("?")[0].removeprefix("/api/models/").removesuffix("/revision/main")
         if self._is_refused():
+            return
+        if "/tree/" in self.path:
+            self._list()
             return
         if "/resolve/" in self.path:
             self._give(*self.path.strip("/").split("/resolve/main/"))
@@ -90,7 +96,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self._is_refused():
             return
         repo = "/".join(self.path.strip("/").removeprefix("api/models/").removesuffix(".git").split("/")[:2])
-        if self.path == "/api/validate-yaml":
+        if "/paths-info/" in self.path:
+            asked = parse_qs(body.decode()).get("paths", [])
+            files = self.of.files.get(repo, {})
+            known = [
+                {"type": "file", "path": one, "size": len(files[one]), "oid": COMMIT} for one in asked if one in files
+            ]
+            self._answer(known)
+        elif self.path == "/api/validate-yaml":
             self._answer({"errors": [], "warnings": []})
         elif self.path == "/api/repos/create":
             asked = json.loads(body)
@@ -130,6 +143,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": f"no room for {self.headers['Authorization']}"}, 507)
         return fails
 
+    def _list(self) -> None:
+        """Respond with the files below a folder of a repository."""
+        repo, place = self.path.partition("?")[0].removeprefix("/api/models/").split("/tree/main", 1)
+        below, files = place.strip("/"), self.of.files.get(repo, {})
+        found = {name: content for name, content in files.items() if not below or name.startswith(f"{below}/")}
+        if not found:
+            self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        self._answer([{"type": "file", "path": name, "size": len(one), "oid": COMMIT} for name, one in found.items()])
+
     def _give(self, repo: str, name: str) -> None:
         """Respond with a file, or only with its headers."""
         if (content := self.of.files.get(repo, {}).get(name)) is None:
@@ -139,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(content, headers={"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
 
     def _answer(
-        self, content: dict[str, Any] | bytes, status: int = 200, headers: dict[str, str] | None = None
+        self, content: dict[str, Any] | list[Any] | bytes, status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)

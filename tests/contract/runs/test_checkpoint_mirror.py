@@ -1,15 +1,19 @@
-"""Tests mirrors of checkpoints: what counts as complete, what is kept, and downloads from a stranger's mirror."""
+"""Tests mirrors of checkpoints: what counts as complete, what is kept, and downloads from another person's mirror."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from support.hub import TOKEN, Hub
 
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.json_file import write_json
@@ -282,3 +286,40 @@ def test_the_words_say_when_where_and_why_not() -> None:
     failed = msgspec.structs.replace(one, problem="no \x1bnetwork", has_sae=True)
     assert failed.words(1010) == "step 5,000 and the SAE, 10 s ago, to hf://ada/saes; not since then: no �network"
     assert Mirrored("hf://ada/saes", RUN).words(0) == "nothing yet, to hf://ada/saes"
+
+
+_ON_THE_HUB = """
+import sys
+from pathlib import Path
+from tests.contract.runs.test_checkpoint_mirror import Mirror
+from trainer.contract.runs.checkpoint_mirror import RUN, CheckpointMirror
+
+one = Mirror(Path(sys.argv[1]))
+one.url = "hf://ada/saes/run1"
+one.mirror = CheckpointMirror(one.url, "0123456789abcdef", "n")
+one.mirror.claim()
+for step in (1, 2, 3):
+    one.put(step, keep=1)
+from trainer.contract.runs.mirrored_run import fetch
+print(fetch(one.url, Path(sys.argv[1]) / "run").step, *one.steps)
+"""
+
+
+def test_each_checkpoint_on_the_hub_is_one_commit_without_the_token(tmp_path: Path) -> None:
+    hub = Hub()
+    try:
+        hub.private["ada/saes"], hub.files["ada/saes"] = True, {"README.md": b"kept"}
+        here = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        env = os.environ | hub.environment(str(tmp_path / "home")) | here
+        command = [sys.executable, "-c", _ON_THE_HUB, str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    finally:
+        hub.close()
+    assert done.stdout == "3 step-00000003\n", done.stderr
+    # The claim is the first commit.
+    assert len([one for one in hub.asked if "/commit/" in one]) == 4
+    names = {name for name in hub.files["ada/saes"] if "/" in name}
+    assert {name.split("/")[1] for name in names} == {"run.json", "step-00000003"}
+    assert not any(TOKEN.encode() in content for content in hub.files["ada/saes"].values())
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in path.read_bytes() for path in files)

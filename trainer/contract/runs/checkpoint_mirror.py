@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints on object storage, from which another machine can resume the run.
+"""Copies of a run's checkpoints on object storage, so that another machine can resume the run.
 
 Below the URL, `run.json` identifies the run, `step-00000500/` has a checkpoint with the run's job file, plan and
 metrics, and `sae/` has the finished SAE. A folder counts only if it has `mirrored.json`, the list of its files with

@@ -1,4 +1,4 @@
-"""Downloads a run from its mirror into a new run folder, from which it can be resumed like any other run.
+"""Downloads a run from its mirror into a new run folder, where it can be resumed like any other run.
 
 The mirror may belong to another person. Only files of known names are downloaded, every checksum is verified, and no
 path in these files decides where something is written.
@@ -206,7 +206,7 @@ def _job_text(file: Path, url: str) -> str:
 
 
 def _copy_metrics(source: Path, target: Path, notes: list[str]) -> None:
-    """Copy the rows of a metrics store into a new store, because a stranger's store may contain triggers and views."""
+    """Copy the rows of a metrics store into a new store, because the mirror's store may contain triggers and views."""
     try:
         with (
             contextlib.closing(open_reader(source, "metrics")) as old,
