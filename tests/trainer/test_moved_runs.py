@@ -123,13 +123,15 @@ def may_unshare() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(1, 2, 1), (1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [(1, 2, 1), (2, 2, 2)], ids=str)
 def test_a_run_moves_across_three_machines_that_are_killed(
     job: JobConfig, activations: Path, tmp_path: Path, eventually: Callable[..., None], ranks: tuple[int, int, int]
 ) -> None:
     root, mirror = tmp_path / "world", tmp_path / "world" / "mirror"
     root.mkdir()
     job = job.replace("train", mirror_checkpoints=f"file://{mirror}", n_steps=1200, checkpoint_every=50)
+    # Otherwise, the mode and the shares of the ranks depend on the measured speeds.
+    job = job.replace("train", deterministic=True).replace("parallel", mode="auto" if 1 in ranks else "ddp")
     file = tmp_path / "job.toml"
     file.write_text(dump_job(job))
     alone = Machine(root, "alone", activations)
