@@ -55,7 +55,7 @@ def arrange(
     job = job.replace("train", precision=precision)
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
-    speeds = [box.speeds(name, precision, world.size)] * world.size
+    speeds = [box.speeds(name, precision, world.size, world.nodes)] * world.size
     # Always measure if there are several ranks, because another process may be slowing one of them down.
     if world.size > 1 or not speeds[0].is_measured:
         speeds = calibrate.measure(world, precision)
@@ -71,7 +71,7 @@ def arrange(
     if job.train.deterministic:
         # Measured speeds vary between runs, and with them the order of additions. All ranks use the same assumed
         # speeds, even on heterogeneous GPUs, because they must make the same decision.
-        speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
+        speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32", world.nodes)] * world.size
     work = Workload(job, world.size, shape, _name_of_all(world, name))
     free = _free_of_all(world, work, may_take)
     place = PlannedResources(slowest(speeds), min(free) if free else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -48,22 +49,40 @@ def measure(world: World, precision: str) -> list[Speeds]:
 
 def _measure_all(world: World, precision: str) -> list[Speeds]:
     device = world.device
-    assumed = assumed_speeds(device_name(device), precision)
+    assumed = assumed_speeds(device_name(device), precision, world.nodes)
     flops = within_memory(lambda parts: products_per_s(device, precision, parts), device)
     memory = within_memory(lambda parts: copied_per_s(device, parts), device)
-    bus = bus_of(world.group, device)
+    bus, link = _links_of(world)
     own = [
         flops.value or assumed.flops_per_s,
         memory.value or assumed.memory_bytes_per_s,
         *(bus or (assumed.bus_bytes_per_s, assumed.latency_s)),
-        flops.is_whole and memory.is_whole and bus is not None,
+        *(link or (assumed.node_bytes_per_s, assumed.node_latency_s)),
+        flops.is_whole and memory.is_whole and bus is not None and link is not None,
     ]
     gathered = world.group.gather(torch.tensor(own, dtype=torch.float64, device=device)).cpu()
-    slowest_bus, latency = float(gathered[:, 2].min()), float(gathered[:, 3].max())
+    (bus_s, link_s), (latency_s, far_s) = gathered[:, [2, 4]].amin(0).tolist(), gathered[:, [3, 5]].amax(0).tolist()
     return [
-        Speeds(of_products, of_memory, slowest_bus, latency, is_measured=bool(is_measured))
-        for of_products, of_memory, _, _, is_measured in gathered.tolist()
+        Speeds(of_products, of_memory, bus_s, latency_s, bool(is_measured), world.nodes, link_s, far_s)
+        for of_products, of_memory, *_, is_measured in gathered.tolist()
     ]
+
+
+def _links_of(world: World) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+    """Return the bandwidth and latency between the ranks of a node, and of a node's link to the other nodes.
+
+    Each is None if a rank has too little memory. All ranks of a node use its link at the same time, as in training.
+    """
+    n, size = world.ranks_on_node, world.size
+    if world.nodes == 1:
+        return bus_of(world.group, world.device), (math.inf, 0.0)
+    inner = world.part([range(first, first + n) for first in range(0, size, n)])
+    bus = bus_of(inner, world.device)
+    across = world.part([range(place, size, n) for place in range(n)])
+    link = bus_of(across, world.device)
+    for group in (inner, across):
+        group.leave()
+    return bus, link and (n * link[0], link[1])
 
 
 def device_name(device: torch.device) -> str:

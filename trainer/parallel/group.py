@@ -43,6 +43,9 @@ class Group:
     # The number of bytes sent to other ranks since the start, or None if the communication library does not report it.
     sent_bytes: int | None = 0
 
+    def leave(self) -> None:
+        """Free what the group needs, once no rank uses it any longer; call this on all its ranks."""
+
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Start replacing every tensor with its sum over the group; return the transfers to pass to `finish`."""
         return []
@@ -157,6 +160,14 @@ class DistributedGroup(Processes):
     def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group), waiting)
         self._group = dist.group.WORLD if group is None else group
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._group
+
+    def leave(self) -> None:
+        """Disconnect from the other ranks of this group, which must not be the group of all ranks."""
+        dist.destroy_process_group(self._group)
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
         small, large = split_by(lambda tensor: tensor.numel() < SMALL, tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.errors import UserError
+from trainer.contract.process import boot_id
 from trainer.parallel.group import DistributedGroup, Group, peers_expected
 from trainer.parallel.opening import open_connections
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
+from trainer.parallel.two_level import TwoLevelGroup
 from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
 # The time limit for ranks to meet, and for each exchange unless the caller allows more time.
@@ -36,6 +39,15 @@ class World:
     @property
     def size(self) -> int:
         return self.group.size
+
+    @property
+    def ranks_on_node(self) -> int:
+        """The number of consecutive ranks on each node; all ranks, if nodes have different numbers of ranks."""
+        return self.size
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.ranks_on_node
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         """Connect the ranks of each group in `groups`, and return this rank's group; this is a collective call.
@@ -96,6 +108,25 @@ class Neighbours(Connected):
 class TorchGroup(Connected):
     """Ranks on GPUs or on several machines, connected by `torch.distributed`."""
 
+    def __init__(
+        self,
+        device: torch.device,
+        store: dist.Store,
+        group: Group,
+        time: Waiting,
+        patience: timedelta,
+        ranks_on_node: int = 0,
+    ) -> None:
+        super().__init__(device, store, group, time, patience)
+        self._ranks_on_node = ranks_on_node or group.size
+        if self.nodes > 1:
+            with peers_expected(UNMET):
+                self.group = self._by_levels([range(group.size)], group)
+
+    @property
+    def ranks_on_node(self) -> int:
+        return self._ranks_on_node
+
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         own = Group()
@@ -105,7 +136,32 @@ class TorchGroup(Connected):
                 connected = dist.new_group(list(members), timeout=self._patience)
                 if self.group.index in members:
                     own = self._by_memory(members, self.device, self._time) or DistributedGroup(connected, self._time)
-        return own
+            return self._by_levels(groups, own) if self.nodes > 1 else own
+
+    def _by_levels(self, groups: Sequence[Sequence[int]], own: Group) -> Group:
+        """Return this rank's group `own` in a form that sums inside each node first, if that sends less between nodes.
+
+        All groups must have the same number of ranks, at least two, on each of several nodes.
+        """
+        by_node = [[[*ranks] for _, ranks in itertools.groupby(members, self._node_of)] for members in groups]
+        sizes = {len(ranks) for nodes in by_node for ranks in nodes}
+        if self.device.type == "cuda" or len(sizes) > 1 or sizes == {1} or min(map(len, by_node)) == 1:
+            return own
+        between = None
+        for members in (same for nodes in by_node for same in zip(*nodes, strict=True)):
+            connected = dist.new_group([*members], timeout=self._patience)
+            between = connected if self.group.index in members else between
+        self._n_parts += 1
+        here = next((ranks for nodes in by_node for ranks in nodes if self.group.index in ranks), None)
+        if here is None or between is None or not isinstance(own, DistributedGroup):
+            return own
+        inner = self._by_memory(here, self.device, self._time)
+        # If a node has too little shared memory, no rank uses it.
+        all_share = bool(own.gather(torch.tensor([int(inner is not None)])).min())
+        return TwoLevelGroup(own.group, self._time, inner, between) if inner and all_share else own
+
+    def _node_of(self, rank: int) -> int:
+        return rank // self.ranks_on_node
 
     def close(self) -> None:
         # NCCL may hang or fail here because other ranks have already disconnected. This is harmless, because all work
@@ -183,7 +239,19 @@ def join(
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             opening = dist.PrefixStore("open", store)
             open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)
-    return TorchGroup(device, store, ranks, time, patience)
+        on_node = 0 if rendezvous and on_one_host else ranks_on_node(store, rank, world_size)
+        return TorchGroup(device, store, ranks, time, patience, on_node)
+
+
+def ranks_on_node(store: dist.Store, rank: int, world_size: int) -> int:
+    """Return how many consecutive ranks are on each node, or 0 if this number differs; all ranks must call this.
+
+    Ranks are on one node if they run on the same kernel and in the same network namespace.
+    """
+    store.set(f"node of {rank}", f"{boot_id()} {os.readlink('/proc/self/ns/net')}")
+    nodes = [store.get(f"node of {other}") for other in range(world_size)]
+    counts = [len([*ranks]) for _, ranks in itertools.groupby(nodes)]
+    return counts[0] if len({*counts}) == 1 and len({*nodes}) == len(counts) else 0
 
 
 def _may_hang(device: torch.device) -> bool:

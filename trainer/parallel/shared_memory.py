@@ -48,17 +48,27 @@ class SharedRanks(Processes):
             pack.flat.copy_(self._gather(pack.flat).sum(dim=0))
             pack.unpack()
         for tensor in large:
-            self._add_up(dense(tensor).view(-1))
+            blocks = flat_parts(dense(tensor).view(-1), self.size)
+            self.sum_blocks(blocks)
+            self.spread_blocks(blocks)
+
+    def sum_blocks(self, blocks: list[Tensor]) -> None:
+        """Replace this rank's block with its sum over the group; there is one block per rank."""
+        self._sum(blocks, blocks[self.index])
+
+    def spread_blocks(self, blocks: list[Tensor]) -> None:
+        """Copy each block from its owner to all other ranks."""
+        self._spread(blocks)
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
             for tensor in tensors:
-                blocks = _flat_parts(tensor, self.size)
+                blocks = flat_parts(tensor, self.size)
                 self._sum(blocks, blocks[self.index])
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        blocks = _flat_parts(tensor, self.size)
+        blocks = flat_parts(tensor, self.size)
         total = torch.empty_like(local_shard(tensor, self), dtype=wide(tensor[:0]).dtype)
         with exchanging(self._waiting):
             self._sum(blocks, total.view(-1))
@@ -67,7 +77,7 @@ class SharedRanks(Processes):
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
             for tensor in tensors:
-                self._spread(_flat_parts(tensor, self.size))
+                self._spread(flat_parts(tensor, self.size))
 
     def gather(self, tensor: Tensor) -> Tensor:
         with exchanging(self._waiting):
@@ -83,13 +93,13 @@ class SharedRanks(Processes):
         sizes = part_sizes(len(tensor), self.size)
         own_rows = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
         with exchanging(self._waiting):
-            self._swap(_flat_parts(tensor, self.size), list(own_rows.view(self.size, -1)))
+            self._swap(flat_parts(tensor, self.size), list(own_rows.view(self.size, -1)))
         return own_rows
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         rows = tensor.new_empty(n_rows, *tensor.shape[2:])
         with exchanging(self._waiting):
-            self._swap(list(tensor.flatten(1)), _flat_parts(rows, self.size))
+            self._swap(list(tensor.flatten(1)), flat_parts(rows, self.size))
         return rows
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
@@ -106,11 +116,6 @@ class SharedRanks(Processes):
         with exchanging(self._waiting):
             self._line.receive_from(rank, _bytes_of(into))
         return into
-
-    def _add_up(self, flat: Tensor) -> None:
-        blocks = _flat_parts(flat, self.size)
-        self._sum(blocks, blocks[self.index])
-        self._spread(blocks)
 
     def _sum(self, blocks: list[Tensor], total: Tensor) -> None:
         """Send the other ranks their blocks, and write the sum of all blocks for this rank to `total`."""
@@ -165,7 +170,8 @@ class SharedRanks(Processes):
             yield area[:, : n_values * n_each], slice(begin, begin + n_values)
 
 
-def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
+def flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
+    """Return the values of each rank's rows, split as with `tensor_split`."""
     return [part.view(-1) for part in tensor.tensor_split(size)]
 
 

@@ -95,15 +95,16 @@ class Wire(msgspec.Struct, frozen=True):
 class _Exchange(msgspec.Struct, frozen=True):
     """A kind of exchange in a step, in groups of `size` ranks whose numbers differ by `stride`.
 
-    `n_bytes` is what each rank sends in a ring. `sums` means an all-reduce, for which NCCL and our own groups send less
-    between nodes than a ring over all ranks: they first sum inside each node.
+    `n_bytes` is what each rank sends in a ring. With `in_levels`, ranks first exchange inside each node, and thus send
+    less between nodes than a ring over all ranks: NCCL for all-reduces, and CPU ranks also if they share the optimizer
+    step.
     """
 
     size: int
     stride: int
     n_bytes: float
     n_waits: int
-    sums: bool = False
+    in_levels: bool = False
 
     def on(self, ranks: int, nodes: int) -> Wire:
         """Return this communication on nodes with the same number of consecutive ranks each."""
@@ -113,7 +114,7 @@ class _Exchange(msgspec.Struct, frozen=True):
             return Wire(self.n_bytes, self.n_waits)
         spanned, rings = self.size / here, on_node / here
         ring, between = (self.size - 1) / self.size, (spanned - 1) / spanned
-        n_bytes = self.n_bytes * rings * (between / ring if self.sums else 1.0)
+        n_bytes = self.n_bytes * rings * (between / ring if self.in_levels else 1.0)
         return Wire(self.n_bytes, self.n_waits, n_bytes, self.n_waits)
 
     def _ranks_on_node(self, on_node: float) -> float:
@@ -221,7 +222,7 @@ def _wires(work: Workload, nodes: int) -> list[Wire]:
     exchanges = [exchange for one in work.members.values() for exchange in _exchanges_of_one(work, one)]
     if work.ranks > 1:
         # In every step, all ranks agree on requests.
-        exchanges.append(_Exchange(work.ranks, 1, 0.0, 1, sums=True))
+        exchanges.append(_Exchange(work.ranks, 1, 0.0, 1, in_levels=True))
     return [exchange.on(work.ranks, nodes) for exchange in exchanges]
 
 
@@ -236,11 +237,12 @@ def _exchanges_of_one(work: Workload, member: JobConfig) -> Iterator[_Exchange]:
         of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
         n_bytes = _ring(with_tokens) / 2 * (of_value + back) * of_latents
         # Consecutive ranks share latents, so ranks with the same latents are `sharing` ranks apart.
-        yield _Exchange(with_tokens, sharing, n_bytes, 3 if has_zero else 1, sums=not has_zero)
+        in_levels = work.device == "cpu" or not has_zero
+        yield _Exchange(with_tokens, sharing, n_bytes, 3 if has_zero else 1, in_levels)
     # Each rank computes the skip connection's gradient from its own tokens.
     of_all = with_tokens * sharing
     if of_all > 1:
-        yield _Exchange(of_all, 1, _ring(of_all) * 4 * memory.n_skip(work, sae), 0, sums=True)
+        yield _Exchange(of_all, 1, _ring(of_all) * 4 * memory.n_skip(work, sae), 0, in_levels=True)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
         # Reconstructions are summed in fp32; a GPU gathers their gradient in the matmul dtype.
