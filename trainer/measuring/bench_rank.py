@@ -246,7 +246,8 @@ def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)
-    world = join(rank_device(spec, rank), rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
+    meeting_place = RunPaths(spec.run_dir).attempt(1) / "rendezvous"
+    world = join(rank_device(spec, rank), rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
     settled, parallel, plan = arrange(world, job, DataShape(d_in, d_out or None, 0))
     if world.device.type == "cuda":
         _agree(world, settled)
