@@ -254,3 +254,31 @@ def test_data_parallel_ranks_and_cpu_ranks_read_all_of_their_rows(make_job: Make
     assert not read_parts(make_job, 1, NVLINK)
     hybrid = {"mode": "hybrid", "latent_ranks": 4}
     assert read_parts(make_job, 8, NVLINK, parallel=hybrid, train={"batch_size": 16384})
+
+
+def on_two_nodes(gbit: float) -> Speeds:
+    return msgspec.structs.replace(NVLINK, nodes=2, node_bytes_per_s=gbit * 1e9 / 8, node_latency_s=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sharing", "sent"),
+    [("ddp", 2, 1.0), ("hybrid", 2, 1.0), ("hybrid", 8, 1.0), ("hybrid", 4, 1.0)],
+)
+def test_between_two_nodes_only_one_copy_of_the_gradients_is_sent(make_job: MakeJob, mode, sharing, sent) -> None:
+    job = make_job(sae={"d_sae": 65536, "k": 64}, parallel={"mode": mode, "latent_ranks": sharing, "zero": False})
+    wire = wire_of(workload(job, 2304, 16), nodes=2)
+    n_bytes = 4 * memory.n_parameters(workload(job, 2304, 16), job.sae, 1)
+    # All ranks of a node together send the gradients of all latents once, however the ranks share the latents.
+    assert wire.node_bytes == pytest.approx(sent * n_bytes, rel=1e-3)
+    assert wire_of(workload(job, 2304, 16)).node_bytes == 0
+
+
+def test_on_two_nodes_the_latents_are_sharded_inside_each_node(make_job: MakeJob) -> None:
+    work = Workload(wide(make_job, batch_size=32768), 16, GPT2_XL)
+    slow, fast = (settle(work, PlannedResources(on_two_nodes(gbit))) for gbit in (25, 6400))
+    assert (slow.job.parallel.mode, slow.job.parallel.latent_ranks) == ("hybrid", 8)
+    assert "per step from each node at 3.1 GB/s" in slow.reason
+    # The reconstructions of a group of ranks that spans both nodes would cross the link in every micro-batch.
+    across = wire_of(slow.work.with_settings("parallel", mode="tensor"), nodes=2)
+    assert across.node_bytes > wire_of(slow.work, nodes=2).node_bytes
+    assert fast.time.total_s < slow.time.total_s

@@ -3,6 +3,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds, assumed_speeds, read_box, write_box
@@ -43,3 +44,16 @@ def test_gpus_are_recognised_by_name() -> None:
     h200, geforce, unknown = (assumed_speeds(name, "bf16") for name in ("NVIDIA H200", "NVIDIA GeForce RTX 3090", "X"))
     assert h200.bus_bytes_per_s > geforce.bus_bytes_per_s
     assert h200.flops_per_s > unknown.flops_per_s > assumed_speeds(CPU, "fp32").flops_per_s
+
+
+def test_the_link_between_nodes_is_stored_with_the_bus_inside_a_node() -> None:
+    found = msgspec.structs.replace(FOUND, nodes=2, node_bytes_per_s=5e9, node_latency_s=1e-4)
+    box = MeasuredHardware().with_measured("NVIDIA H100", "bf16", 16, found)
+    assert box.speeds("NVIDIA H100", "bf16", 16, nodes=2) == found
+    assert box.speeds("NVIDIA H100", "bf16", 8) == FOUND
+    assert (
+        not MeasuredHardware()
+        .with_measured("NVIDIA H100", "bf16", 8, FOUND)
+        .speeds("NVIDIA H100", "bf16", 16, nodes=2)
+        .is_measured
+    )

@@ -29,6 +29,7 @@ def test_only_ranks_on_the_same_host_are_bound_to_its_loopback_interface(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
     monkeypatch.setattr(process_group, "DistributedGroup", lambda *_: Group())
+    monkeypatch.setattr(process_group, "ranks_on_node", lambda *_: 1)
     process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous", on_one_host=on_one_host)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
