@@ -235,8 +235,7 @@ def test_an_extraction_killed_at_any_moment_still_ends_up_with_the_same_files(
     job_file: Path, tmp_path: Path, dtype: str, output: list[str]
 ) -> None:
     (root := tmp_path / "killed").mkdir()
-    job_file.write_text(job_file.read_text().replace("[extract]", f'[extract]
-dtype = "{dtype}"'))
+    job_file.write_text(job_file.read_text().replace("[extract]", f'[extract]\ndtype = "{dtype}"'))
     command = [sys.executable, ROOT / "tests/support/killed_extractions.py", job_file, root, "0", "6", *output]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
