@@ -77,7 +77,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     def words(self, unknown: str = UNKNOWN) -> list[str]:
         """Return the values as text, marked if they are the best, equal to the best, or from unfinished runs."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
-        errors = ["" if error is None else f" ± {error:.1g}" for error in self.errors or [None] * len(texts)]
+        errors = ["" if error is None else f" ± {error:.3f}" for error in self.errors or [None] * len(texts)]
         texts = [f"{text}{error}" for text, error in zip(texts, errors, strict=True)]
         stars = {place: f" {BEST}{self.notes[place] if self.notes else ''}" for place in self.best}
         known = (place for place in self.unfinished if self.values[place] is not None)
@@ -118,8 +118,8 @@ _OF_NOTES = (
     ComparedFigure("explained", "explained latents", None, count),
 )
 _OF_EXPLANATIONS = (
-    ComparedFigure("detection", "detection score", "higher", number),
-    ComparedFigure("fuzzing", "fuzzing score", "higher", number),
+    ComparedFigure("detection", "detection score", "higher", "{:.3f}".format),
+    ComparedFigure("fuzzing", "fuzzing score", "higher", "{:.3f}".format),
 )
 _OF_RUN = (
     ComparedFigure("loss", LOSS.title, LOSS.better, number),

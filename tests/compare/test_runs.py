@@ -134,13 +134,13 @@ def test_scores_of_explanations_within_their_errors_are_the_same(data, pair, run
         return next(line.words() for line in results(runs.read("fvu").saes) if line.title == title)
 
     assert words("explained latents") == ["2", "4", "–"]
-    assert words("detection score") == ["0.85 ± 0.05", "0.6875 ± 0.2 unfinished", "–"]
+    assert words("detection score") == ["0.850 ± 0.050", "0.688 ± 0.198 unfinished", "–"]
     with closing(Control(data.control_db)) as control:
         control.transition(pair[1], JobState.FINISHED)
-    assert words("detection score") == ["0.85 ± 0.05 same", "0.6875 ± 0.2 same", "–"]
+    assert words("detection score") == ["0.850 ± 0.050 same", "0.688 ± 0.198 same", "–"]
     explained(plain, [1.0, 1.0, 1.0, 1.0])
     explained(sweep / "k=8", [0.1, 0.1, 0.1, 0.1])
-    assert words("detection score") == ["1 ± 0.03 ★", "0.1 ± 0.03", "–"]
+    assert words("detection score") == ["1.000 ± 0.025 ★", "0.100 ± 0.025", "–"]
     explained(plain, [1.0, 1.0, 1.0, 1.0], model="another")
     (line,) = [one for one in results(runs.read("fvu").saes) if one.title == "detection score"]
     assert (line.best, line.same) == (frozenset(), frozenset())

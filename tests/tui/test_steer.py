@@ -261,17 +261,8 @@ async def test_every_field_and_switch_is_whole_in_a_narrow_window(
         regions = [field.region for field in fields]
         assert not any(one.overlaps(other) for one in regions for other in regions if one is not other)
         assert screen.query_one(SteeredText).size.height >= 5
-        for name in (
-            "latents",
-            "strength",
-            "ablate",
-            "adds",
-            "tokens",
-            "temperature",
-            "seed",
-            "only-generated",
-            "chat",
-        ):
+        ticks = ("ablate", "adds"), ("only-generated", "chat")
+        for name in ("latents", "strength", *ticks[0], "tokens", "temperature", "seed", *ticks[1]):
             await pilot.press("tab")
             assert screen.focused
             assert screen.focused.id == name
