@@ -192,9 +192,9 @@ def test_only_a_latent_that_had_settled_is_reported_when_it_turns(
     cosines = {one.step: [latent.cosine for latent in one.latents] for one in read_watched(tmp_path)}
     assert all((max(cosines[step]) < 0.9) == (lr == 0.1) for step in (10, 15))
     assert [cosines[step][1] < 0.9 for step in (10, 25)] == [True, True]
-    told = [message for kind, _, message in kept.events if kind == "latents_turned"]
+    reported = [message for kind, _, message in kept.events if kind == "latents_turned"]
     words = "latent 8 had settled and turned to a cosine below 0.9 with the last snapshot at step 25"
-    assert told == ([words] if lr < 0.1 else [])
+    assert reported == ([words] if lr < 0.1 else [])
 
 
 def test_a_latent_settles_at_two_snapshots_at_which_it_fires_after_the_warm_up() -> None:

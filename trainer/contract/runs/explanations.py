@@ -73,7 +73,7 @@ class MeanScore(msgspec.Struct, frozen=True):
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of an SAE's latents have a description, by which language models, and the descriptions' mean scores.
+    """How many of an SAE's latents have a description, the models that wrote them, and their mean scores.
 
     `prompts` are the versions of the prompts. A score is None if it was not measured for any latent.
     """
