@@ -70,6 +70,7 @@ async def test_both_continuations_and_the_effect_on_predictions_are_shown(
             {
                 "request": "generate", "prompt": "The king", "latents": [{"latent": 0, "strength": 2.0}],
                 "is_chat": False, "adds": False, "only_generated": False, "n_tokens": 30, "temperature": 0.0, "seed": 0,
+                "part": None,
             }
         ]  # fmt: skip
 
@@ -99,6 +100,7 @@ async def test_every_field_and_switch_is_sent(make_app: MakeApp, tmp_path: Path)
                 "request": "generate", "prompt": "The king",
                 "latents": [{"latent": 1, "strength": 3.0}, {"latent": 0, "strength": -0.5}],
                 "is_chat": True, "adds": True, "only_generated": True, "n_tokens": 4, "temperature": 0.7, "seed": 9,
+                "part": None,
             }
         ]  # fmt: skip
         # A changed field and Enter run it again.
