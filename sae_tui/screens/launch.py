@@ -247,7 +247,7 @@ class LaunchScreen(FramedScreen):
         if job is None:
             self._refuse("inspected", review)
         elif (place := job.stored_rows) is None:
-            self.notify("Only stored activations can be inspected; this job computes its own.", severity="warning")
+            self.notify("Only shards of activations can be inspected; this job reads other data.", severity="warning")
         else:
             self.notify(f"Inspecting {place} …", markup=False)
             look = functools.partial(self._look, place, job.launch.python)

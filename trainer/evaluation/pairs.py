@@ -34,7 +34,10 @@ def write_pairs(data: Path, file: Path, n_before: int, n_after: int, most: int) 
         raise UserError(f"writing Parquet needs pyarrow: {install('parquet')}")
     if file.exists() or file.is_symlink():
         raise UsageError(f"{file} exists; name a new file")
-    tokens, n_pairs = read_tokens(data), 0
+    lack = f"{data}: the rows do not record their tokens, or {TOKEN_TEXTS} is missing; extract them again"
+    if not (tokens := read_tokens(data)):
+        raise UserError(lack)
+    n_pairs = 0
     temporary = file.with_name(f".{file.name}.new")
     try:
         temporary.unlink(missing_ok=True)
@@ -42,8 +45,8 @@ def write_pairs(data: Path, file: Path, n_before: int, n_after: int, most: int) 
             for number in track(_write(stream, texts_of(data, most), tokens, n_before, n_after), "writing pairs"):
                 n_pairs += number
             os.fsync(stream.fileno())
-        if not tokens or not n_pairs:
-            raise UserError(f"{data}: the rows do not record their tokens, or {TOKEN_TEXTS} is missing; extract again")
+        if not n_pairs:
+            raise UserError(lack)
         temporary.chmod(file_mode(file.parent))
         os.replace(temporary, file)
     except OSError as error:
