@@ -42,7 +42,7 @@ from trainer.contract.json_file import load_json, write_json
 from trainer.contract.paths import open_private, private_folder
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.log_tail import last_line
-from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, write_spec
 from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.skypilot import keeps_elsewhere
@@ -63,6 +63,9 @@ COPY_S = 4 * 3600.0
 # A machine is ended after this many idle minutes once its files are here, or if they are in a bucket.
 IDLE_MINUTES = 15
 RENTED_FILE = "rented.json"
+# What is not needed to resume a run elsewhere: the SAE and the log are copied when it has finished, and the metrics are
+# here. The checkpoints are copied to the run's own folder.
+_NOT_KEPT = ("checkpoints", "sae", "logs", "metrics.db*")
 _ENDED = {"SUCCEEDED", "FAILED", "FAILED_DRIVER", "FAILED_SETUP", "CANCELLED"}
 _MOST_BYTES, _LOG_BYTES = 4 * 2**20, 256 * 2**20
 # The word that SkyPilot puts before each line of a job's output.
@@ -202,6 +205,8 @@ class RentedAttempt(RankStates[RentedRank]):
     def _launch(self) -> None:
         task = make_task(self._job, self._rented.name, self._stored_before())
         file, log = self._folder / "task.yaml", self._paths.logs / "sky.log"
+        # A later attempt reads how this one was started, in order to resume the run.
+        write_spec(self._spec)
         write_own(file, task.text)
         write_json(self._folder / RENTED_FILE, self._rented)
         self._launching = sky(launch_words(self._rented.name, file), LAUNCH_S, log)
@@ -253,6 +258,9 @@ class RentedAttempt(RankStates[RentedRank]):
             self._fail(f"no machine was rented: {answer.failure}")
             return
         name = self._rented.name
+        if self._spec.attempt > 1:
+            # After an earlier attempt, the machine may be about to end.
+            self._requests.append(("autostop", sky(["autostop", name, "--yes", "--cancel"])))
         view = f"`sae-tui --host {name}` shows its GPUs, `ssh {name}` opens a shell"
         self._tell("rented", f"has the machine {name}; {view}, and `sae-tui down {self._job_id}` ends it")
 
@@ -384,6 +392,9 @@ class RentedAttempt(RankStates[RentedRank]):
                     self._refused(what, answer.last_line or "ssh did not answer")
 
     def _refused(self, what: str, why: str) -> None:
+        if what in ("cancel", "autostop"):
+            note(f"sky {what}: {why}")
+            return
         self._tell(what, f"its trainer on {self._rented.name} could not be asked to {what}: {why}", "warning")
         if what == "stop":
             self._cancel()
@@ -474,7 +485,7 @@ class RentedAttempt(RankStates[RentedRank]):
         there = f"sae-tui/runs/{name}"
         return [
             fetch_words(name, f"{there}/checkpoints", self._paths.checkpoints),
-            fetch_words(name, there, self._kept, "checkpoints", "sae", "logs"),
+            fetch_words(name, there, self._kept, *_NOT_KEPT),
         ]
 
     @property

@@ -18,6 +18,7 @@ from sae_tui.jobs.skypilot.task import Task
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.runs.resume import stored_run
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import any_job_of, dump_job
 from trainer.contract.store.job_store import Control
@@ -129,6 +130,7 @@ def test_a_stopped_run_continues_on_another_machine_with_its_curves_and_sae(sky:
     assert run.until_ended(first) == (EXIT_STOPPED, "")
     stopped_at = position_of(newest_whole(run.paths.checkpoints)).step
     assert stopped_at > 30
+    assert stored_run(run.paths.root).position.step == stopped_at
     assert sky.asked("autostop")[0][1:] == ["--yes", "--down", "-i", "15"]
     assert "cost: $1.23 so far" in run.told
     sky.take_back()
@@ -141,6 +143,7 @@ def test_a_stopped_run_continues_on_another_machine_with_its_curves_and_sae(sky:
     assert points[-1] < 1_000_000
     assert {*range(10, points[-1], 10)} <= {*points}
     assert (run.data.sae(run.job_id) / "cfg.json").exists()
+    assert sky.asked("autostop")[1][1:] == ["--yes", "--cancel"]
     assert not sky.asked("cancel")
     assert not sky.asked("down")
 
