@@ -22,7 +22,6 @@ import msgspec
 from sae_tui.jobs.skypilot.resources import choose_gpus, disk_gb, fixed_count, needs_bytes
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import on_one_line
-from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job import AnyJob, Launch
 from trainer.contract.settings.job_file import any_job_of, dump_job, to_table
@@ -80,9 +79,6 @@ def make_task(job: AnyJob, name: str, given: Mapping[str, str] | None = None) ->
     files: dict[str, Any] = {**mounts, **(given or {})}
     if launch.runs_url:
         files[f"{HOME}/runs"] = {"source": launch.runs_url, "mode": "MOUNT_CACHED"}
-    elif launch.nodes > 1 and KINDS[job.kind].trains:
-        message = "is missing: the machines of a job share their run folder; set it, like s3://my-bucket/runs"
-        raise JobFileError([Problem("launch.runs_url", message)])
     wheel = launch.package if launch.package and launch.package.endswith(".whl") else ""
     if wheel:
         files[_wheel_there(wheel)] = os.path.abspath(os.path.expanduser(wheel))

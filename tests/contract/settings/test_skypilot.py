@@ -38,6 +38,7 @@ def test_a_gpu_that_no_cloud_has_is_refused_with_the_nearest_name() -> None:
         ({"infra": "aws; rm"}, "launch.infra: must be a place"),
         ({"runs_url": "/tmp/runs"}, "launch.runs_url: must be a bucket"),
         ({"runs_url": "s3://a b"}, "launch.runs_url: must be a bucket"),
+        ({"nodes": 2}, "launch.runs_url: is missing: several machines share"),
         ({"package": "no.whl"}, "launch.package: there is no wheel no.whl"),
         ({"package": "--index-url=x"}, "launch.package: must be a wheel"),
         ({"python": "/usr/bin/python3"}, "launch.python: a rented machine gets its own Python"),

@@ -65,7 +65,6 @@ def test_named_gpus_machines_and_places_are_requested_as_given() -> None:
     assert task["file_mounts"]["~/sae-tui/runs"] == {"source": "s3://b/runs", "mode": "MOUNT_CACHED"}
     assert task["resources"]["disk_size"] >= 100
     assert subprocess.run(["bash", "-n", "-c", task["setup"] + task["run"]]).returncode == 0
-    assert "launch.runs_url: is missing" in refusal(job(nodes=2))
     assert task_of(job(gpus="cpu:6"))["resources"]["cpus"] == "6+"
 
 

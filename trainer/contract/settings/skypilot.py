@@ -127,6 +127,9 @@ def _check_words(job: AnyJob) -> Iterator[Problem]:
 def _check_size(job: AnyJob) -> Iterator[Problem]:
     if job.launch.nodes > 1 and job.kind == "extract":
         yield Problem("launch.nodes", "an extraction uses one rented machine, with all its GPUs; set it to 1")
+    if job.launch.nodes > 1 and job.kind == "train" and not job.launch.runs_url:
+        message = "is missing: several machines share their run folder; set it, like s3://my-bucket/runs"
+        yield Problem("launch.runs_url", message)
     if job.launch.python:
         yield Problem("launch.python", "a rented machine gets its own Python; leave it out")
 
