@@ -423,7 +423,7 @@ def _folders_in(found: Mapping[str, ObjectFacts]) -> str:
 def _keep_beside(
     store: ObjectStore, folder: Path, found: Mapping[str, ObjectFacts], names: Sequence[str] = _BESIDE
 ) -> None:
-    """Download the small files next to the shards, and remove those that no longer exist."""
+    """Download the small files next to the shards, and remove files that no longer exist."""
     for name in names:
         facts, file = found.get(name), folder / name
         if facts is None or facts.size > _LARGEST_BESIDE:

@@ -201,7 +201,8 @@ class Trainer:
                     self._heartbeat(self._phase)
         except BaseException as error:
             self._batches.abandon()
-            if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
+            is_cut = isinstance(error, ShardCutError) and self._parallel.world_size == 1
+            if is_cut:
                 # The weights are valid, since they come from the last complete step. If there are several ranks,
                 # another rank may be in the middle of an exchange.
                 self._reserve.release()
@@ -212,7 +213,11 @@ class Trainer:
                 # other ranks may not respond.
                 with contextlib.suppress(Exception):
                     self._pending.drain()
-            raise
+            if not (is_cut and self._stop.is_set()):
+                raise
+            self._heartbeat("stopped")
+            rank_log.say(f"stopped at step {self.position.step}/{self.total_steps}, while waiting for shards")
+            return False
         self._batches.close()
         self._heartbeat("saving")
         self._reserve.release()
@@ -641,9 +646,12 @@ class Trainer:
 
     def _note_waiting(self, waited_s: float) -> None:
         """Report that a thread waits for shards from a URL."""
+        caches = self._source.caches
+        if self._stop.is_set() and self._parallel.world_size == 1:
+            for cache in caches:
+                cache.is_interrupted = True
         if waited_s < _LONG_WAIT_S:
             return
-        caches = self._source.caches
         n_bytes, rate = sum(cache.n_read for cache in caches), sum(cache.rate for cache in caches)
         done = f"{n_bytes / 1e6:,.0f} MB at {rate / 1e6:,.0f} MB/s"
         is_before = is_before_first_step(self._progress.place[0])
