@@ -206,6 +206,7 @@ _NOT_HERE = {
         name: "fitted.save writes all files"
         for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")
     },
+    **dict.fromkeys(("mirror_checkpoints", "mirror_every_minutes"), "no checkpoints are saved"),
 }
 
 

@@ -256,6 +256,11 @@ class ObjectStore:
         package, extra = _PROTOCOLS[self.scheme]
         try:
             fsspec: Any = importlib.import_module("fsspec")
+            if self.scheme == "hf":
+                # Warnings about repeated requests contain signed URLs, and bars would fill a log.
+                utils: Any = importlib.import_module("huggingface_hub.utils")
+                utils.logging.set_verbosity_error()
+                utils.disable_progress_bars()
             return fsspec.filesystem(self.scheme, **({"use_listings_cache": False} if self.scheme == "s3" else {}))
         except ImportError:
             raise UserError(f"{self._field}: {self.scheme}:// needs {package}: `{install(extra)}`") from None

@@ -76,10 +76,10 @@ class TrainingWork(RankWork[JobConfig]):
 
     def _open_mirror(self, progress: RunProgress) -> CheckpointMirroring | None:
         """Check the mirror of the checkpoints before training, and return it; None if the job has none."""
-        from trainer.training.checkpoint_mirroring import CheckpointMirroring
-
         if not self.job.train.mirror_checkpoints:
             return None
+        from trainer.training.checkpoint_mirroring import CheckpointMirroring
+
         mirroring = CheckpointMirroring(self.spec, self.job, progress)
         mirroring.start()
         return mirroring
