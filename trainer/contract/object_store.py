@@ -216,7 +216,7 @@ class ObjectStore:
         """Return a context that writes an object; stores show an object when it is complete, folders need a rename."""
         if self.scheme != "file":
             return self._fs.open(path, "wb")
-        folder = private_folder(Path(path).parent)
+        folder = private_folder(Path(path).parent, self._field)
         return replacing(Path(path), file_mode(folder))
 
     def _commit(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
