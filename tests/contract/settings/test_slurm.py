@@ -71,7 +71,7 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
         ),
         ({"sbatch_options": ["--a=1"]}, "launch.sbatch_options", "--a is short for --array"),
         ({"sbatch_options": ["--gpus-per-task=1"]}, "launch.sbatch_options", "is set by launch.gpus"),
-        ({"sbatch_options": ["--requeue"]}, "launch.sbatch_options", "--requeue is set by launch.max_restarts"),
+        ({"sbatch_options": ["--requeue"]}, "launch.sbatch_options", "--requeue is set by launch.max_requeues"),
     ],
 )
 def test_options_that_sbatch_would_misread_are_reported_before_the_launch(make_job, sbatch, launch, path, text) -> None:

@@ -12,7 +12,7 @@ from trainer.contract.settings.job import AnyJob
 
 # Maps each sbatch option that users must not set to a phrase saying what already sets it.
 _OWN = {
-    "--array": "a sweep, a list in [sae] or [train]",
+    "--array": "launching several jobs with --grid or --array",
     "--nodes": "launch.nodes",
     "--ntasks": "launch.nodes and launch.gpus",
     "--ntasks-per-node": "launch.gpus",
