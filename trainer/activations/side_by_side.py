@@ -123,7 +123,8 @@ class Joined(SideBySide):
 
     @property
     def stored_as(self) -> str:
-        return join_words([*dict.fromkeys(filter(None, (one.stored_as for one in self._sources)))])
+        words = [*dict.fromkeys(filter(None, (one.stored_as for one in self._sources)))]
+        return join_words(words) if words else ""
 
     def of_part(self, number: int) -> IndexedSource:
         return self._sources[number]
@@ -173,6 +174,10 @@ class _SomeRows(IndexedSource):
 
     def read_by_all_threads(self) -> None:
         self._source.read_by_all_threads()
+
+    @property
+    def stored_as(self) -> str:
+        return self._source.stored_as
 
     @property
     def coded_bytes(self) -> tuple[int, int] | None:

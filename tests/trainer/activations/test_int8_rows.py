@@ -156,7 +156,7 @@ def test_a_join_leaves_out_int8_rows_that_one_folder_lacks(tmp_path: Path) -> No
     sources = [Shards(path=str(tmp_path / name)) for name in "ab"]
     joined = sources[0].joined(sources[1:])
     assert joined.coded_bytes == (70 + 4 + 66 + 4, 0)
-    assert joined.n_tokens == 95
+    assert (joined.n_tokens, joined.stored_as) == (95, "int8")
     expected = torch.cat([sources[0].rows(np.arange(5, 100)), sources[1].rows(np.arange(95))], dim=1)
     assert torch.equal(joined.rows(np.arange(95)), expected)
     assert torch.equal(joined.decoded(joined.coded_pairs(np.arange(95)))[0], expected)

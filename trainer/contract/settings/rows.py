@@ -81,7 +81,7 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
 
 
 # Usual names of a column with activations, in the order in which they are preferred.
-_VECTORS = ("activation_vector", "activation", "activations_vector", "vector", "hidden_states", "hidden_state")
+VECTORS = ("activation_vector", "activation", "activations_vector", "vector", "hidden_states", "hidden_state")
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
@@ -90,7 +90,7 @@ def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> 
     `fitting` contains the columns with lists of numbers. Raise `NotRowsError` if there is no such column or the choice
     is ambiguous.
     """
-    if known := next((one for one in (name, *_VECTORS) if one in fitting), None):
+    if known := next((one for one in (name, *VECTORS) if one in fitting), None):
         return known
     if len(fitting) == 1:
         return fitting[0]

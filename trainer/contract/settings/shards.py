@@ -29,6 +29,7 @@ from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.rows import (
     DTYPE_BYTES,
     INT8,
+    VECTORS,
     NotRowsError,
     RowRange,
     choose_tensor,
@@ -249,7 +250,7 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
             more = [f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else []
             listed = join_words([*map(ascii, sorted(names)[:_MOST_NAMES]), *more])
             yield f"skipped {plural(len(names), 'file')} in {root} ({reason}): {listed}"
-    columns = sorted({shard.column for shards in of_files.values() for shard in shards if shard.column} - {TENSOR})
+    columns = sorted({shard.column for shards in of_files.values() for shard in shards if shard.column in VECTORS})
     if columns:
         yield f"{root}: the rows are in the column {join_words([ascii(one) for one in columns])}"
     if any(shard.dtype == "F64" for shards in of_files.values() for shard in shards):
