@@ -6,17 +6,20 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
-from trainer.contract.object_cache import copy_of
 from trainer.contract.object_paths import url_of
 from trainer.contract.settings.shards import inspect_shards, recorded_sums
 from trainer.contract.settings.sources import SourceSettings
 from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
+
+if TYPE_CHECKING:
+    from trainer.contract.object_cache import Copy
 
 BLOCK = 2**16
 # The maximum number of bytes to read in order to identify the contents of all shards. Smaller data is read completely;
@@ -122,7 +125,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
         status = file.stat()
         if status.st_size != shard.size:
             return f"has {status.st_size:,} bytes instead of {shard.size:,}"
-        if copy := copy_of(file):
+        if copy := _copy_of(file):
             is_same = copy.stamp == shard.mtime_ns or (copy.sha256 and copy.sha256 == shard.sha256)
             return None if is_same else "contains different values"
         if status.st_mtime_ns == shard.mtime_ns:
@@ -165,7 +168,7 @@ def _look(field: str, path: str) -> FolderRecord:
 
 
 def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
-    status, copy = file.stat(), copy_of(file)
+    status, copy = file.stat(), _copy_of(file)
     # The copy of an object changes when its rows are downloaded, but its content does not.
     mtime_ns, inode = (copy.stamp, 0) if copy else (status.st_mtime_ns, status.st_ino)
     return ShardRecord(file.name, rows, status.st_size, mtime_ns, inode, sha256)
@@ -187,6 +190,15 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
         kept.append(msgspec.structs.replace(there, n_blocks=shard.n_blocks, sample=shard.sample))
     shards = (*kept, *by_name.values())
     return msgspec.structs.replace(new, split_rows=old.split_rows, shuffle_shards=old.shuffle_shards, shards=shards)
+
+
+def _copy_of(file: Path) -> Copy | None:
+    """Return what a local file holds of an object, or None for any other file."""
+    if url_of(file) is None:
+        return None
+    from trainer.contract.object_cache import copy_of
+
+    return copy_of(file)
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:

@@ -14,7 +14,6 @@ import msgspec
 
 from trainer.contract.errors import Problem, UserError
 from trainer.contract.object_paths import absolute, is_url, joined, real_paths, staging_folder
-from trainer.contract.object_store import checked_url
 from trainer.contract.settings import all_layers
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
@@ -153,6 +152,8 @@ def check_extract(job: ExtractJob) -> list[Problem]:
 def lack_of_output(job: ExtractJob) -> str:
     """Return why no rows can be written to `extract.output`; "" if no reason is known in advance."""
     if is_url(job.extract.output):
+        from trainer.contract.object_store import checked_url
+
         try:
             checked_url(job.extract.output, "extract.output")
         except UserError as error:

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trainer.contract import object_cache
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.extras import install, is_installed
 from trainer.contract.files import open_plain
@@ -184,6 +183,8 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
 
 def inspect_objects(root: Path, field: str) -> ShardSet:
     """Read the headers of the shards at the URL whose copies a local folder keeps; see `inspect_shards`."""
+    from trainer.contract import object_cache  # loads OpenSSL, which takes 2 ms
+
     try:
         object_cache.refresh(root, field, recorded_sums)
     except JobFileError:

@@ -131,8 +131,8 @@ class ShardSettings(SourceSettings, frozen=True):
     path: Annotated[
         _Path | list[_Path],
         about(
-            "Folder, file or URL (s3://, gs://, hf://) of shards [n_tokens, d_in] (.safetensors, .npy; local files also"
-            " .pt, .arrow, .parquet); a list is mixed.",
+            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet), or URL"
+            " (s3://, gs://, hf://) of .safetensors or .npy shards; a list is mixed.",
             wanted="a string of at least 1 character(s), or a list of such strings",
         ),
     ]
