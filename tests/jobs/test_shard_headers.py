@@ -8,17 +8,19 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from support.environments import stand_in
 
-from sae_tui.jobs.shard_headers import ShardHeaders, announcing
+from sae_tui.jobs.shard_headers import URL_KEPT_S, ShardHeaders, announcing
 from trainer.activations import foreign
 from trainer.contract.errors import JobFileError
 from trainer.contract.extras import OtherInterpreter, judged_by
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.inspectors import inspecting_by
+from trainer.contract.settings.job_file import parse_job, to_table
 from trainer.contract.settings.shards import ShardSet, inspect_shards
 
 
@@ -30,7 +32,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def read(headers: ShardHeaders, folder: Path) -> ShardSet:
+def read(headers: ShardHeaders, folder: Path | str) -> ShardSet:
     with inspecting_by(headers.inspect):
         return inspect_shards(folder, "data.target_path")
 
@@ -41,7 +43,7 @@ def refusal(headers: ShardHeaders, folder: Path) -> str:
     return str(caught.value)
 
 
-def answering(folder: Path, shards: Path) -> list[str]:
+def answering(folder: Path, shards: Path | str) -> list[str]:
     """Return a command that replaces the trainer: it prints the shards' headers and appends a line to `asked`."""
     with inspecting_by(foreign.inspect):
         (folder / "answer").write_bytes(msgspec.json.encode(inspect_shards(shards), enc_hook=str))
@@ -150,3 +152,21 @@ def test_headers_are_read_even_if_the_result_cannot_be_stored(tmp_path: Path, sh
     (tmp_path / "data").touch()
     headers = ShardHeaders(DataDir(tmp_path / "data"), answering(tmp_path, shards))
     assert read(headers, shards).n_tokens == 20
+
+
+def test_the_headers_at_a_url_are_asked_for_again_after_some_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (folder := tmp_path / "acts").mkdir()
+    np.save(folder / "a.npy", np.zeros((20, 8), np.float32))
+    url = f"file://{folder}"
+    job, _ = parse_job({"data": {"path": url}})
+    assert job is not None
+    assert to_table(job.with_paths([Path("/elsewhere")]))["data"]["path"] == url
+    command = answering(tmp_path, url)
+    for n_expected, at in ((1, 1000.0), (1, 1010.0), (2, 1000.0 + 2 * URL_KEPT_S)):
+        monkeypatch.setattr("sae_tui.jobs.shard_headers.time.time", lambda at=at: at)
+        # Each command has its own process.
+        assert read(ShardHeaders(DataDir(tmp_path / "data"), command), url).n_tokens == 20
+        assert n_asked(tmp_path) == n_expected
