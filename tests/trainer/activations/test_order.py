@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.activations.order import Order
+from trainer.activations.order import Order, WindowOrder
 from trainer.activations.split import Split
 
 
@@ -77,3 +77,26 @@ def test_each_training_row_occurs_once_per_epoch_if_contiguous_runs_are_shuffled
     training = sorted({*range(2400)} - {*split.held_out.tolist()})
     assert sorted(whole[:n]) == sorted(whole[n:]) == training
     assert whole[:n] != whole[n:]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=9),
+    n_shards=st.integers(1, 4),
+    n_held_out=st.integers(0, 20),
+    length=st.integers(1, 50),
+)
+def test_windows_use_each_training_row_once_per_epoch_from_the_shards_they_keep(
+    sizes: list[int], n_shards: int, n_held_out: int, length: int
+) -> None:
+    starts, n = [sum(sizes[:number]) for number in range(len(sizes))], sum(sizes)
+    split = Split(n, min(n_held_out, sizes[0] - 1), 3, n_first=sizes[0])
+    order = WindowOrder(split, 5, 1, starts, n_shards)
+    rows: list[int] = []
+    while len(rows) < 2 * split.n_train:
+        batch = order.token_slice(len(rows), length)
+        kept = [row for first, last in order.spans(len(rows), length) for row in range(first, last)]
+        assert {*batch.tolist()} <= {*kept}
+        rows += batch.tolist()
+    expected = sorted({*range(n)} - {*split.held_out.tolist()})
+    for epoch in range(2):
+        assert sorted(rows[epoch * split.n_train : (epoch + 1) * split.n_train]) == expected
