@@ -255,18 +255,7 @@ def imported_by(module: str) -> Iterator[str]:
 
 
 # Names of the Python API that store rows, trainer classes and other layers also use.
-SHARED_NAMES = {
-    "Job",
-    "Latents",
-    "Loaded",
-    "Stopped",
-    "Watcher",
-    "Estimate",
-    "Firings",
-    "KeptRows",
-    "Interaction",
-    "Found",
-}
+SHARED_NAMES = {"Job", "Latents", "Loaded"}
 
 
 def test_a_class_name_is_used_once_in_both_packages() -> None:

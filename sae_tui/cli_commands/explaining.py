@@ -13,7 +13,7 @@ from sae_tui.cli_commands.features import chosen_file
 from sae_tui.cli_commands.output import say, show_json, show_table, warn
 from sae_tui.cli_commands.selection import confirm, refuse_without_terminal
 from sae_tui.explain.client import Client, key_from_environment
-from sae_tui.explain.run import Estimate, Explainer, Run
+from sae_tui.explain.run import Explainer, Run, TokenEstimate
 from sae_tui.jobs.features import score_words
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
@@ -99,7 +99,7 @@ class _Session:
             self.n_explained, self.n_failed = run.n_done, run.n_failed
         return None
 
-    def _ask_for_consent(self, estimate: Estimate) -> None:
+    def _ask_for_consent(self, estimate: TokenEstimate) -> None:
         words = estimate_words(estimate)
         if not self._context.as_json:
             say(f"{words}; {self.n_kept:,} explained before" if self.n_kept else words)
@@ -108,7 +108,7 @@ class _Session:
             refuse_without_terminal("explain")
             confirm(f"Send {estimate.n_requests:,} requests?", "no request was sent")
 
-    def _reached(self, run: Run, estimate: Estimate, left_s: float | None) -> Reached:
+    def _reached(self, run: Run, estimate: TokenEstimate, left_s: float | None) -> Reached:
         share, n_requests = run.n_done / estimate.n_latents, self.client.n_requests
         tokens = self.client.prompt_tokens + self.client.completion_tokens
         parts = [f"{run.n_done:,} of {plural(estimate.n_latents, 'latent')}"]
@@ -117,7 +117,7 @@ class _Session:
         return Reached(", ".join(parts), share, left_s)
 
 
-def estimate_words(estimate: Estimate) -> str:
+def estimate_words(estimate: TokenEstimate) -> str:
     """Return the expected costs of a run as a clause."""
     tokens = f"{count(estimate.prompt_tokens)} prompt tokens and {count(estimate.completion_tokens)} answer tokens"
     requests = plural(estimate.n_requests, "request")

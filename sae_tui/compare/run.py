@@ -14,7 +14,7 @@ from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.explanations import Explained, ExplanationsFile
+from trainer.contract.runs.explanations import ExplainedLatents, ExplanationsFile
 from trainer.contract.runs.latent_notes import NOTES, read_notes
 from trainer.contract.runs.row_sums import RowSums, read_sums
 from trainer.contract.settings.job_file import members, parse_job, to_table
@@ -77,7 +77,7 @@ class ComparedRun:
         self._sums: dict[str, RowSums] = {}
         self._notes: dict[str, dict[str, float]] = {}
         self._files: dict[str, ExplanationsFile] = {}
-        self._explained: dict[str, Explained] = {}
+        self._explained: dict[str, ExplainedLatents] = {}
         self._job: Job | None = None
         self._began: float | None = None
         self._curves: dict[tuple[str, str], tuple[Sample, ...]] = {}
@@ -169,7 +169,7 @@ class ComparedRun:
                 starred, named = ([note for note in notes if getattr(note, field)] for field in ("starred", "name"))
                 yield label, {"starred": len(starred), "named": len(named)}
 
-    def _summaries(self) -> Iterator[tuple[str, Explained]]:
+    def _summaries(self) -> Iterator[tuple[str, ExplainedLatents]]:
         """Yield the label of each SAE with explanations of its current weights, and their summary."""
         for label, card in self._cards.items():
             stored = self._files.setdefault(label, ExplanationsFile(self._output / label))
@@ -208,7 +208,7 @@ class ComparedRun:
         return self._began or 0.0
 
 
-def _of_explanations(explained: Explained) -> dict[str, float]:
+def _of_explanations(explained: ExplainedLatents) -> dict[str, float]:
     """Return the number of described latents, and the mean scores with their standard errors."""
     values: dict[str, float] = {"explained": explained.n_latents}
     for name, score in (("detection", explained.detection), ("fuzzing", explained.fuzzing)):

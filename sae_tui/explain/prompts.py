@@ -80,7 +80,7 @@ class UnreadableAnswer(Exception):
     """An answer that does not have the requested form; the message says what is wrong."""
 
 
-class _Texts(msgspec.Struct):
+class _TextNumbers(msgspec.Struct):
     texts: list[int]
 
 
@@ -204,7 +204,7 @@ def numbers_in(answer: str, n: int) -> frozenset[int]:
         raise UnreadableAnswer("the answer is empty")
     for inner in reversed(_OBJECT.findall(text)):
         with contextlib.suppress(ValueError):
-            numbers = frozenset(decode_as(inner.encode(), _Texts).texts)
+            numbers = frozenset(decode_as(inner.encode(), _TextNumbers).texts)
             if all(1 <= number <= n for number in numbers):
                 return numbers
     for inner in reversed(_LIST.findall(text)):

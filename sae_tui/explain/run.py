@@ -29,7 +29,7 @@ _TICK_S = 0.5
 T = TypeVar("T")
 
 
-class Estimate(NamedTuple):
+class TokenEstimate(NamedTuple):
     """The expected numbers of latents, requests, and tokens."""
 
     n_latents: int
@@ -51,13 +51,13 @@ class Explainer:
         done = {one.latent for one in known.values() if not one.problem and (one.model, one.prompts, one.weights) == of}
         return [latent for latent in latents if latent not in done]
 
-    def estimate(self, latents: Sequence[int]) -> Estimate:
+    def estimate(self, latents: Sequence[int]) -> TokenEstimate:
         """Return the expected costs, from the prompts of some of the latents."""
         sample = latents[:: max(1, len(latents) // _SAMPLED)]
         asked = [prompt for latent in sample for prompt in self._prompts(latent)]
         scale = len(latents) / max(1, len(sample))
         sums = len(asked), sum(one.n_tokens for one in asked), sum(one.n_answer_tokens for one in asked)
-        return Estimate(len(latents), *(round(scale * one) for one in sums))
+        return TokenEstimate(len(latents), *(round(scale * one) for one in sums))
 
     def _prompts(self, latent: int) -> Iterator[Prompt]:
         chosen, largest = self._chosen(latent)

@@ -9,7 +9,7 @@ import pytest
 from support.report_cards import AUC, FIGURES, PROBING, SPLICED, card_table
 
 from sae_tui.compare.cards import Difference, differences, limits_of
-from trainer.contract.runs.explanations import Explained, MeanScore
+from trainer.contract.runs.explanations import ExplainedLatents, MeanScore
 from trainer.contract.runs.report_card import Card
 
 
@@ -130,7 +130,7 @@ def test_a_figure_on_only_one_report_card_is_listed_as_missing_on_the_other() ->
 def test_scores_of_explanations_are_ranked_only_if_the_same_model_explains() -> None:
     def explained(mean: float, model: str) -> Card:
         score = MeanScore(mean, 0.01, 100, (0,) * 10)
-        summary = Explained(n_latents=100, models=(model,), prompts=("v1",), detection=score)
+        summary = ExplainedLatents(n_latents=100, models=(model,), prompts=("v1",), detection=score)
         return msgspec.structs.replace(card(), explained=summary)
 
     here = explained(0.8, "a")

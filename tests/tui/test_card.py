@@ -24,7 +24,7 @@ from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import PALETTE
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.card_versions import archive
-from trainer.contract.runs.explanations import Explained, MeanScore
+from trainer.contract.runs.explanations import ExplainedLatents, MeanScore
 from trainer.contract.runs.report_card import Card
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -292,7 +292,7 @@ async def test_keys_for_latents_are_offered_only_if_there_are_features(
 @pytest.mark.parametrize("width", [79, 117])
 def test_explanations_have_mean_scores_with_errors_and_histograms(width: int) -> None:
     score = MeanScore(0.8544, 0.012, 40, (0, 0, 0, 0, 0, 4, 0, 0, 0, 8))
-    summary = Explained(n_latents=41, models=("Qwen3-8B",), prompts=("v1",), detection=score)
+    summary = ExplainedLatents(n_latents=41, models=("Qwen3-8B",), prompts=("v1",), detection=score)
     card = msgspec.structs.replace(msgspec.convert(card_table(), Card), explained=summary)
     lines = ["".join(text for text, _ in line) for line in card_lines(card, (), width)]
     text = "\n".join(lines)

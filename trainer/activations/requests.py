@@ -23,7 +23,7 @@ from trainer.contract.settings.shards import NUMBERS, Shard, shards_at
 _MOST_MAPS = 2**14
 
 
-class Requests(IndexedSource):
+class RequestRows(IndexedSource):
     """The rows in all files, numbered in the order of the files' names; a file is one text."""
 
     usual_hold_out = "texts"

@@ -19,7 +19,7 @@ from trainer.activations.base import IndexedSource, Source
 from trainer.activations.int8_rows import decoded
 from trainer.activations.open_source import open_source
 from trainer.activations.outliers import Outliers
-from trainer.activations.requests import Requests
+from trainer.activations.requests import RequestRows
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
@@ -389,7 +389,7 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
 
 def joined_source(source: Source) -> IndexedSource | None:
     """Return the source of a crosscoder's stored rows, or of requests, for `texts_of`; None for other rows."""
-    if isinstance(source, IndexedSource) and (source.part_widths or isinstance(source, Requests)):
+    if isinstance(source, IndexedSource) and (source.part_widths or isinstance(source, RequestRows)):
         return source
     return None
 

@@ -76,7 +76,7 @@ class SinceFired(NamedTuple):
     fading: Tensor
 
 
-class Found(NamedTuple):
+class ChangedLatents(NamedTuple):
     """The latents that came alive since the last snapshot, the ones that died, and the ones that started to fade."""
 
     born: list[int]
@@ -107,7 +107,7 @@ class Settling:
         return [one.latent for one in turned if one.latent in settled]
 
 
-class Firings:
+class WatchedFirings:
     """The number of tokens on which each latent of an SAE has fired in training since the last snapshot."""
 
     def __init__(self, d_sae: int, seen: int) -> None:
@@ -134,7 +134,7 @@ class WatchedSae:
         self.why: dict[int, Why] = {one: "asked" for one in wanted if isinstance(one, int) and one < d_sae}
         before = stored.latents if stored else ()
         self.why |= {one.latent: one.why for one in before if one.why != "asked" and one.latent < d_sae}
-        self.firings = Firings(d_sae, stored.seen if stored else at.tokens)
+        self.firings = WatchedFirings(d_sae, stored.seen if stored else at.tokens)
         self.last: SinceFired | None = None
         self.directions: dict[int, Tensor] = {}
 
@@ -146,18 +146,18 @@ class WatchedSae:
             silent |= self.last.silent & (self.firings.n_fired == 0)
         return SinceFired(silent, silent | (since >= dead_after // 2))
 
-    def look(self, state: SinceFired) -> Found:
+    def look(self, state: SinceFired) -> ChangedLatents:
         """Compare a new state with the last one, and choose the latents to watch from now on."""
         last, self.last = self.last, state
         if last is None:
-            return Found([], [], [])
+            return ChangedLatents([], [], [])
         fires = self.firings.n_fired > 0
         born, died = last.silent & fires & ~state.silent, ~last.silent & state.silent
-        found = Found(*(_numbers(one) for one in (born, died, ~last.fading & state.fading)))
+        found = ChangedLatents(*(_numbers(one) for one in (born, died, ~last.fading & state.fading)))
         self._choose(found)
         return found
 
-    def _choose(self, found: Found) -> None:
+    def _choose(self, found: ChangedLatents) -> None:
         """Watch the latents just found; in the remaining places, watch the ones found before, newest first."""
         n_fired = self.firings.n_fired.tolist()
         born = sorted(found.born, key=lambda latent: (-n_fired[latent], latent))
@@ -169,7 +169,7 @@ class WatchedSae:
         self.why = dict([*asked.items(), *(fresh | before).items()][:MOST_WATCHED]) | asked
 
 
-class Watcher:
+class LatentWatcher:
     """Takes the snapshots of a run's watched latents; every rank makes the same calls, and rank 0 writes.
 
     A failure ends the watching with an event, but not the run. All ranks read the same rows, so the snapshots do not
@@ -209,7 +209,7 @@ class Watcher:
         at = self._trainer.position
         if self._is_off or not (must or (self._job.train.eval_every and at.step % self._every == 0)):
             return
-        own: dict[str, tuple[object, Found]] = {}
+        own: dict[str, tuple[object, ChangedLatents]] = {}
         with self._guarded():
             own = self._measured(at)
         if not self._is_off:
@@ -300,9 +300,9 @@ class Watcher:
     # A snapshot
 
     @torch.no_grad()
-    def _measured(self, at: Position) -> dict[str, tuple[object, Found]]:
+    def _measured(self, at: Position) -> dict[str, tuple[object, ChangedLatents]]:
         """Return the snapshots of this rank's SAEs, by label, and the latents that came alive or died."""
-        learners, measured = self._trainer.learners, dict[str, tuple[object, Found]]()
+        learners, measured = self._trainer.learners, dict[str, tuple[object, ChangedLatents]]()
         found = {label: self._saes[label].look(self._state(label, one)) for label, one in learners.items()}
         acts = self._acts(learners)
         for label, learner in learners.items():
@@ -320,7 +320,7 @@ class Watcher:
         if self._parallel.is_main:
             snapshots = {label: convert_as(one, WatchedSnapshot) for label, (one, _) in gathered.items()}
             append_watched(self._run, snapshots.values())
-            self._report(step, snapshots, {label: Found(*of) for label, (_, of) in gathered.items()})
+            self._report(step, snapshots, {label: ChangedLatents(*of) for label, (_, of) in gathered.items()})
 
     def _state(self, label: str, learner: Learner) -> SinceFired:
         return self._saes[label].state_of(*_since_fired(learner))
@@ -384,7 +384,7 @@ class Watcher:
         warm_up = self._job.train.warmup_fraction * self._trainer.total_steps
         return self._settling.setdefault(snapshot.label, Settling(warm_up)).turned(snapshot)
 
-    def _report(self, step: int, snapshots: Mapping[str, WatchedSnapshot], found: Mapping[str, Found]) -> None:
+    def _report(self, step: int, snapshots: Mapping[str, WatchedSnapshot], found: Mapping[str, ChangedLatents]) -> None:
         """Report the latents that came alive, died or turned, with at most one event each."""
         turned = {label: self._turned(of_sae) for label, of_sae in snapshots.items()}
         for kind, words, latents in (
@@ -493,4 +493,4 @@ def watch(
 ) -> None:
     """Let a trainer store snapshots of the latents that `train.watch_latents` names, if there are any."""
     if job.train.watch_latents:
-        trainer.watch(Watcher(trainer, job, source, parallel, progress, run))
+        trainer.watch(LatentWatcher(trainer, job, source, parallel, progress, run))

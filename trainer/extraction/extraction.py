@@ -29,7 +29,7 @@ from trainer.extraction.kept_rows import KeptPositions, kept_positions
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import facts_of_all, facts_of_hook
 from trainer.extraction.packing import ContextBatch, batches, pack, separate
-from trainer.extraction.peers import Alone, Stopped
+from trainer.extraction.peers import Alone, PeersStopped
 from trainer.extraction.read_ahead import ReadAhead
 from trainer.extraction.shard_writer import ShardBuffer, ShardsBegun, StoredOrigin, add_sums
 from trainer.extraction.state import (
@@ -82,7 +82,7 @@ class RowsInTransfer(NamedTuple):
     norms: list[HostCopy]
 
 
-class KeptRows(NamedTuple):
+class RowsToStore(NamedTuple):
     """The rows [n, d_in] of a batch at each hook, and the indices and origins of the kept rows.
 
     The indices `at` are None if all rows are kept.
@@ -92,12 +92,12 @@ class KeptRows(NamedTuple):
     at: Tensor | None
     origin: StoredOrigin
 
-    def cut(self, first: int, last: int) -> KeptRows:
+    def cut(self, first: int, last: int) -> RowsToStore:
         """Return the kept rows from `first` to `last` - 1."""
         origin = StoredOrigin(*(one[first:last] for one in self.origin))
         if self.at is not None:
-            return KeptRows(self.rows, self.at[first:last], origin)
-        return KeptRows([of_hook[first:last] for of_hook in self.rows], None, origin)
+            return RowsToStore(self.rows, self.at[first:last], origin)
+        return RowsToStore([of_hook[first:last] for of_hook in self.rows], None, origin)
 
 
 class Writing(NamedTuple):
@@ -186,7 +186,7 @@ class Extraction:
 
     def run(self) -> ExtractionResult:
         """Extract until there are enough rows, the text runs out, or a stop is requested; return the result."""
-        with contextlib.ExitStack() as locks, contextlib.suppress(Stopped):
+        with contextlib.ExitStack() as locks, contextlib.suppress(PeersStopped):
             locks.callback(self._uploads.close)
             self._peers.begin(lambda: self._prepare(locks))
             self._open(locks)
@@ -327,14 +327,14 @@ class Extraction:
         contexts = itertools.islice(contexts_of(self._job, self.model), rank, None, size)
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
-    def _choose(self, coming: RowsInTransfer) -> tuple[KeptRows, int]:
+    def _choose(self, coming: RowsInTransfer) -> tuple[RowsToStore, int]:
         """Wait for a batch's rows, and return the rows within the norm limits and the number of outliers."""
         fits = self._within_limits([one.read() for one in coming.norms])
         rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
         if not n_outliers:
-            return KeptRows(rows, None, coming.asked.origin), 0
+            return RowsToStore(rows, None, coming.asked.origin), 0
         at = torch.nonzero(fits).flatten()
-        return KeptRows(rows, at, StoredOrigin(*(one[at] for one in coming.asked.origin))), n_outliers
+        return RowsToStore(rows, at, StoredOrigin(*(one[at] for one in coming.asked.origin))), n_outliers
 
     def _rows(self, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, indices)]
@@ -377,7 +377,7 @@ class Extraction:
             limits.append(most * float(finite.median()) if most else torch.finfo(torch.float32).max)
         return limits
 
-    def _take(self, number: int, chosen: KeptRows, first: int) -> int:
+    def _take(self, number: int, chosen: RowsToStore, first: int) -> int:
         """Add a batch's chosen rows, from index `first` on, until no more are needed, and write each full shard.
 
         Return the index after the last added row.

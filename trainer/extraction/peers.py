@@ -21,7 +21,7 @@ POLL_S = 0.1
 TELL_EVERY_S = 0.5
 
 
-class Stopped(Exception):
+class PeersStopped(Exception):
     """Raised if a stop is requested while this process is waiting for other processes."""
 
 
@@ -124,10 +124,10 @@ class Peers(Alone):
         return self._n_kept + sum(others)
 
     def _await(self, name: str) -> int:
-        """Wait until a rank has written the value `name`; return it, or raise `Stopped` if a stop is requested."""
+        """Wait until a rank has written the value `name`; return it, or raise `PeersStopped` if a stop is requested."""
         while (value := self._read(name)) is None:
             if self.is_stopped:
-                raise Stopped
+                raise PeersStopped
             if self.rank == 0:
                 self._advance(self._sum_kept())
             time.sleep(POLL_S)

@@ -37,7 +37,7 @@ PATIENCE_S, WAIT_S = 300.0, 5.0
 _RATE_OVER_S = 10.0
 
 
-class Meter:
+class UploadRate:
     """The upload bandwidth of this process."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Meter:
             return f"uploading {sum(n for _, n in self._sent) / seconds / 1e6:,.1f} MB/s"
 
 
-METER = Meter()
+METER = UploadRate()
 
 
 class _Batch(NamedTuple):

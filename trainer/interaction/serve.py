@@ -25,7 +25,7 @@ from trainer.contract.answers.interaction import (
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 from trainer.contract.progress import Progress
-from trainer.interaction.session import Interaction
+from trainer.interaction.session import ModelSession
 from trainer.runtime.out_of_memory import is_shortage
 
 
@@ -37,7 +37,7 @@ def serve(folder: Path, device: torch.device, model: str | None, idle_s: float) 
     # Python would abort at the end if the thread were still waiting for a buffered stream.
     requests = _Requests(open(sys.stdin.fileno(), "rb", buffering=0, closefd=False))  # noqa: SIM115
     with Progress("loading"):
-        interaction = Interaction(folder, device, model)
+        interaction = ModelSession(folder, device, model)
     _write(interaction.ready)
     while (request := requests.next(idle_s)) is not None:
         for answer in _answers(interaction, request, requests.is_stopped.is_set):
@@ -81,7 +81,7 @@ def _parsed(line: bytes) -> Request | Refused:
         return Refused(f"the request is not valid: {error}")
 
 
-def _answers(interaction: Interaction, request: Request | Refused, is_stopped: Callable[[], bool]) -> Iterator[Answer]:
+def _answers(interaction: ModelSession, request: Request | Refused, is_stopped: Callable[[], bool]) -> Iterator[Answer]:
     """Yield the answers to one request; a request that fails is answered with the reason."""
     try:
         if isinstance(request, ReadText):

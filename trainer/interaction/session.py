@@ -82,7 +82,7 @@ class Edit(NamedTuple):
         return change.expand(len(x), -1) @ self.sae.W_dec[self.latents]
 
 
-class Reader(NamedTuple):
+class ReaderModel(NamedTuple):
     """A language model, whether it predicts next tokens, and the numbers of the crosscoder's parts at its hooks.
 
     An SAE that is no crosscoder has the single part 0, at the model's first hook.
@@ -100,7 +100,7 @@ class Caches(NamedTuple):
     unchanged: list[Any]
 
 
-class Interaction:
+class ModelSession:
     """An SAE in its language model; raises `UserError` if either cannot be loaded."""
 
     def __init__(self, folder: Path, device: torch.device, model: str | None = None) -> None:
@@ -108,7 +108,7 @@ class Interaction:
         self._sae = read_exported(folder, device)
         jobs = _jobs(folder, self._sae, model)
         stage(LOADING)
-        self._readers = [Reader(*_load(job, device), parts) for job, parts in jobs]
+        self._readers = [ReaderModel(*_load(job, device), parts) for job, parts in jobs]
         _share_tokenizer([reader.model for reader in self._readers])
         # The model that continues prompts.
         self._reader = self._readers[0]
@@ -200,7 +200,7 @@ class Interaction:
                 given, counts = new, new_counts
         yield self._effect(edit, plain, len(prompt), counted, rows)
 
-    def _steered_reader(self, part: int | None) -> Reader:
+    def _steered_reader(self, part: int | None) -> ReaderModel:
         """Return the model that continues a prompt; raise `UserError` if the part does not exist."""
         n = len(self._sae.parts)
         if part is not None and part >= n:

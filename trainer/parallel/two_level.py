@@ -36,7 +36,7 @@ class TwoLevelGroup(DistributedGroup):
         self._inner, self._across = inner, across
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        return [_PendingSums(self, list(tensors))]
+        return [_PendingLevels(self, list(tensors))]
 
     def add_up(self, tensors: list[Tensor]) -> None:
         """Replace every tensor with its sum over the group.
@@ -111,7 +111,7 @@ class TwoLevelGroup(DistributedGroup):
         return [parts[first : first + n] for first in range(0, self.size, n)]
 
 
-class _PendingSums:
+class _PendingLevels:
     """A handle for sums that `wait` computes."""
 
     def __init__(self, group: TwoLevelGroup, tensors: list[Tensor]) -> None:

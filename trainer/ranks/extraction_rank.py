@@ -12,7 +12,7 @@ from trainer.contract.json_file import write_json
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.metrics_store import LOADING_MODEL, MetricRow
 from trainer.extraction.extraction import ExtractionResult, extract
-from trainer.extraction.peers import Alone, Peers, Stopped
+from trainer.extraction.peers import Alone, Peers, PeersStopped
 from trainer.extraction.state import stored_state
 from trainer.extraction.uploads import METER, restore_progress
 from trainer.metrics.pace import memory_bytes
@@ -43,7 +43,7 @@ def extract_rows(
     waiting = Peers(folder, rank, size, stop) if size > 1 else Alone(stop)
     try:
         waiting.begin(lambda: restore_progress(job), "restored")
-    except Stopped:
+    except PeersStopped:
         return False
     n_stored = stored_state(job, size).n_stored
     progress.heartbeat(LOADING_MODEL, n_stored, n_stored)

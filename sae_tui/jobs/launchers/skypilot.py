@@ -24,8 +24,8 @@ from sae_tui.jobs.launchers.ranks import OneRank, RankStates
 from sae_tui.jobs.skypilot.client import (
     ANSWER_S,
     LAUNCH_S,
-    Answer,
-    Command,
+    SkyAnswer,
+    SkyCommand,
     SkyError,
     cost_of,
     job_in,
@@ -153,12 +153,12 @@ class RentedAttempt(RankStates[RentedRank]):
         self._ingest = Ingest(self._paths.progress_file(self._spec.attempt), self._paths.metrics_db)
         self._capped = CappedLog(self._paths.log(0), _LOG_BYTES)
         # The command that launches, the command that reads the job's log, and the question that is being asked.
-        self._launching: Command | None = None
+        self._launching: SkyCommand | None = None
         self._log: LogStream | None = None
-        self._asking: tuple[str, Command] | None = None
-        self._requests: list[tuple[str, Command]] = []
+        self._asking: tuple[str, SkyCommand] | None = None
+        self._requests: list[tuple[str, SkyCommand]] = []
         self._copies: list[Sequence[str]] = []
-        self._copying: Command | None = None
+        self._copying: SkyCommand | None = None
         self._is_running = self._asked_to_stop = self._asked_to_finish = self._is_copying = False
         self._state = ""
         self._exit_code: int | None = None
@@ -303,7 +303,7 @@ class RentedAttempt(RankStates[RentedRank]):
         elif what == "queue" and self.alive:
             self._ask("status", ["status", "--refresh", self._rented.name, "-o", "json"])
 
-    def _take_queue(self, answer: Answer) -> bool:
+    def _take_queue(self, answer: SkyAnswer) -> bool:
         """Take the job's state from the machine's queue; return whether it is there."""
         if answer.failure or (job := job_in(answer, self._rented.name, self._rented.job_id)) is None:
             return False
@@ -327,7 +327,7 @@ class RentedAttempt(RankStates[RentedRank]):
             self._cancel()
         return True
 
-    def _take_status(self, answer: Answer) -> bool:
+    def _take_status(self, answer: SkyAnswer) -> bool:
         """Take the machine's state; return whether the machine is up or being started."""
         if answer.failure and not answer.output.strip():
             return False
@@ -380,7 +380,7 @@ class RentedAttempt(RankStates[RentedRank]):
         name = self._rented.name
         words = ["sae-tui/venv/bin/sae-train", "stop", f"{THERE}/runs/{name}", *options]
         try:
-            self._requests.append((what, Command([*SSH, name, *words], ANSWER_S)))
+            self._requests.append((what, SkyCommand([*SSH, name, *words], ANSWER_S)))
         except SkyError as error:
             self._refused(what, str(error))
 
@@ -496,7 +496,7 @@ class RentedAttempt(RankStates[RentedRank]):
         if not self._copies:
             self._end_copies("")
             return
-        self._copying = Command(self._copies.pop(0), COPY_S)
+        self._copying = SkyCommand(self._copies.pop(0), COPY_S)
 
     def _follow_copies(self) -> None:
         if self._copying is None or (answer := self._copying.poll()) is None:
@@ -608,7 +608,7 @@ class LogStream:
 
     def close(self) -> None:
         self.is_open = False
-        Command.end_group(self._process)
+        SkyCommand.end_group(self._process)
 
 
 def _append(file: Path, lines: Sequence[str]) -> None:

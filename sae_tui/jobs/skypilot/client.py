@@ -78,7 +78,7 @@ class SkyError(OSError):
     """Raised when `sky` cannot be started or reports an error; the text is one sentence."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class SkyAnswer(msgspec.Struct, frozen=True):
     """The result of a command: its exit code, None if it was killed at its time limit, and its output."""
 
     code: int | None
@@ -97,7 +97,7 @@ class Answer(msgspec.Struct, frozen=True):
         return _last_line(self.errors) or _last_line(self.output)
 
 
-class Command:
+class SkyCommand:
     """A running command; its output is kept in a temporary file or, with `log`, appended to a file."""
 
     def __init__(self, argv: Sequence[str], limit_s: float = ANSWER_S, log: Path | None = None) -> None:
@@ -114,18 +114,18 @@ class Command:
             self._close()
             raise SkyError(_not_started(argv[0], error)) from None
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> SkyAnswer | None:
         """Return the answer once the command has ended, or was killed at its time limit; None while it runs."""
         code = self._process.poll()
         if code is None:
             if time.monotonic() < self._until:
                 return None
             self.end_group(self._process)
-        answer = Answer(code, self._read(self._output), "" if self._log else self._read(self._errors))
+        answer = SkyAnswer(code, self._read(self._output), "" if self._log else self._read(self._errors))
         self._close()
         return answer
 
-    def wait(self) -> Answer:
+    def wait(self) -> SkyAnswer:
         """Wait for the answer, at most until the time limit."""
         while (answer := self.poll()) is None:
             time.sleep(0.05)
@@ -153,9 +153,9 @@ class Command:
         self._errors.close()
 
 
-def sky(words: Sequence[str], limit_s: float = ANSWER_S, log: Path | None = None) -> Command:
+def sky(words: Sequence[str], limit_s: float = ANSWER_S, log: Path | None = None) -> SkyCommand:
     """Start a `sky` command; raise `SkyError` if it cannot be started."""
-    return Command(["sky", *words], limit_s, log)
+    return SkyCommand(["sky", *words], limit_s, log)
 
 
 def _temporary() -> IO[bytes]:
@@ -205,7 +205,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
     status: str
 
 
-class Machine(msgspec.Struct, frozen=True):
+class RentedMachine(msgspec.Struct, frozen=True):
     """A rented machine, as printed by `sky status -o json`."""
 
     name: str
@@ -230,13 +230,13 @@ class Cost(msgspec.Struct, frozen=True):
     duration: float | None = None
 
 
-def machine_in(answer: Answer, name: str) -> Machine | None:
+def machine_in(answer: SkyAnswer, name: str) -> RentedMachine | None:
     """Return the machine with this name from the answer to `sky status`, or None if it is gone."""
-    machines: list[Machine] = find_json(answer.output, list[Machine])
+    machines: list[RentedMachine] = find_json(answer.output, list[RentedMachine])
     return next((machine for machine in machines if machine.name == name), None)
 
 
-def job_in(answer: Answer, name: str, job_id: int | None) -> QueuedJob | None:
+def job_in(answer: SkyAnswer, name: str, job_id: int | None) -> QueuedJob | None:
     """Return the machine's job from the answer to `sky queue`: the newest job if `job_id` is None."""
     queues: Mapping[str, list[QueuedJob]] = find_json(answer.output, dict[str, list[QueuedJob]])
     jobs = sorted(queues.get(name, []), key=lambda job: -job.job_id)

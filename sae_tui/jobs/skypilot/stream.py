@@ -37,7 +37,7 @@ EVERY_S = 2.0
 _MOST_ROWS = 200
 
 
-class Progress:
+class RentedProgress:
     """What a training run has written to its store since the last call."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -98,7 +98,7 @@ def _begins_at(paths: RunPaths) -> Heartbeat:
 
 def stream(job: AnyJob, run_dir: Path) -> None:
     """Print progress and the first rank's log until standard input is closed, and then once more."""
-    progress = Rows(cast(ExtractJob, job)) if job.writes_rows else Progress(run_dir)
+    progress = Rows(cast(ExtractJob, job)) if job.writes_rows else RentedProgress(run_dir)
     log = LogFollower(RunPaths(run_dir).log(0), _size(RunPaths(run_dir).log(0)))
     is_over = False
     while not is_over:

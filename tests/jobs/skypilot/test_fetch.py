@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs.skypilot.client import Command
+from sae_tui.jobs.skypilot.client import SkyCommand
 from sae_tui.jobs.skypilot.fetch import fetch_words
 
 
@@ -40,7 +40,7 @@ def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "sent.tar").write_bytes(content)
         (programs / "ssh").write_text(f"#!/bin/sh\ncat {tmp_path}/sent.tar\nexit {code}\n")
         (programs / "ssh").chmod(0o755)
-        answer = Command(fetch_words("box", "there", tmp_path / "here" / "sae")).wait()
+        answer = SkyCommand(fetch_words("box", "there", tmp_path / "here" / "sae")).wait()
         return answer.code, answer.last_line
 
     return copy

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from trainer.activations.requests import Requests
+from trainer.activations.requests import RequestRows
 from trainer.activations.training_data import HowHeldOut, IndexedData
 from trainer.contract.errors import JobFileError
 from trainer.contract.runs.data_record import record_of
@@ -43,7 +43,7 @@ def requests(folder: Path, order: str = "tokens", dtype: torch.dtype = torch.bfl
 @pytest.mark.parametrize(("order", "layer"), [("tokens", 0), ("tokens", 2), ("layers", 1), ("one", 0), ("one", None)])
 def test_the_rows_of_one_layer_are_read_with_their_tokens(tmp_path: Path, order: str, layer: int | None) -> None:
     expected = torch.cat([states[:, layer or 0] for states in requests(tmp_path / "r", order)])
-    source = Requests(path=str(tmp_path / "r"), layer=layer)
+    source = RequestRows(path=str(tmp_path / "r"), layer=layer)
     assert (source.n_tokens, source.d_in) == (sum(LENGTHS), WIDTH)
     some = np.array([20, 0, 5, 7, 6])
     assert torch.equal(source.rows(some), expected[np.sort(some)])
@@ -60,7 +60,7 @@ def test_whole_requests_are_held_out(tmp_path: Path) -> None:
     for number in range(40):
         x = torch.full((5, WIDTH), float(number))
         save_file({"hidden_states": x, "token_ids": torch.arange(5)}, folder / f"{number:02}.safetensors")
-    data = IndexedData(Requests(path=str(folder)), 20, 0, Group(), HowHeldOut("texts", 0))
+    data = IndexedData(RequestRows(path=str(folder)), 20, 0, Group(), HowHeldOut("texts", 0))
     held_out = torch.cat([x for x, _ in data.of_hook(0).held_out(64)])[:, 0]
     trained = data.read(0, data.n_train or 0).x[:, 0]
     assert data.hold_out == "texts"
@@ -72,9 +72,9 @@ def test_requests_added_during_a_run_get_higher_row_numbers(tmp_path: Path) -> N
     requests(folder := tmp_path / "r")
     settings = RequestSettings(str(folder), 1)
     before = record_of([settings])
-    rows = Requests(path=str(folder), layer=1).rows(np.arange(sum(LENGTHS)))
+    rows = RequestRows(path=str(folder), layer=1).rows(np.arange(sum(LENGTHS)))
     save_file({"hidden_states": torch.ones(4, N_LAYERS, WIDTH), "token_ids": torch.arange(4)}, folder / "a.safetensors")
-    source = Requests(path=str(folder), layer=1)
+    source = RequestRows(path=str(folder), layer=1)
     source.continue_from(before)
     assert (source.n_tokens, source.split_sizes) == (sum(LENGTHS) + 4, [sum(LENGTHS)])
     assert torch.equal(source.rows(np.arange(sum(LENGTHS))), rows.float())

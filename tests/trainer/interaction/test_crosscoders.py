@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.contract.answers.interaction import Generate, Generated, ReadText, Steered
 from trainer.contract.errors import UserError
-from trainer.interaction.session import Interaction
+from trainer.interaction.session import ModelSession
 
 CPU = torch.device("cpu")
 LOW, HIGH = "blocks.0.hook_resid_post", "blocks.2.hook_resid_post"
@@ -71,7 +71,7 @@ def steered_logits(parts: Sequence[Part], changed: Sequence[int], value: float, 
     return parts[changed[0]].plain.logits(ids, changes)
 
 
-def check(interaction: Interaction, request: Generate, parts: Sequence[Part], changed: Sequence[int]) -> None:
+def check(interaction: ModelSession, request: Generate, parts: Sequence[Part], changed: Sequence[int]) -> None:
     """Compare both continuations and the KL divergences with those of a loop."""
     *_, found = interaction.generate(request)
     assert isinstance(found, Generated)
@@ -90,7 +90,7 @@ def check(interaction: Interaction, request: Generate, parts: Sequence[Part], ch
     torch.testing.assert_close(torch.tensor([one.kl for one in found.kl]), kl, rtol=1e-3, atol=1e-4)
 
 
-def check_text(interaction: Interaction, parts: Sequence[Part]) -> None:
+def check_text(interaction: ModelSession, parts: Sequence[Part]) -> None:
     ids = parts[0].plain.tokenizer(TEXT).input_ids
     wanted = acts_of(rows_of(parts, ids), weights())
     found = torch.zeros_like(wanted)
@@ -107,7 +107,7 @@ def test_a_crosscoder_reads_and_changes_all_its_layers(
 ) -> None:
     model = tiny(family)
     # The second part comes first in the model.
-    interaction = Interaction(write_crosscoder(tmp_path / "sae", (model, HIGH), (model, LOW)), CPU)
+    interaction = ModelSession(write_crosscoder(tmp_path / "sae", (model, HIGH), (model, LOW)), CPU)
     assert (interaction.ready.model, interaction.ready.hook) == (str(model), f"{HIGH} + {LOW}")
     plain = Plain(model)
     parts = [Part(plain, 2), Part(plain, 0)]
@@ -121,7 +121,7 @@ def test_a_crosscoder_reads_and_changes_all_its_layers(
 
 def test_what_is_added_to_a_crosscoder_does_not_depend_on_its_rows(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny("gpt2")
-    interaction = Interaction(write_crosscoder(tmp_path / "sae", (model, LOW), (model, HIGH)), CPU)
+    interaction = ModelSession(write_crosscoder(tmp_path / "sae", (model, LOW), (model, HIGH)), CPU)
     *_, found = interaction.generate(Generate(TEXT, (Steered(0, 0.75),), adds=True, n_tokens=N))
     assert isinstance(found, Generated)
     plain = Plain(model)
@@ -140,7 +140,7 @@ def test_a_crosscoder_of_two_models_steers_one_of_them(
 ) -> None:
     model = tiny("gpt2")
     folder = write_crosscoder(tmp_path / "sae", (model, LOW), (other, LOW))
-    interaction = Interaction(folder, CPU)
+    interaction = ModelSession(folder, CPU)
     assert (interaction.ready.model, interaction.ready.hook) == (f"{model.name} + other", LOW)
     parts = [Part(Plain(model), 0), Part(Plain(other), 0)]
     check_text(interaction, parts)
@@ -148,14 +148,14 @@ def test_a_crosscoder_of_two_models_steers_one_of_them(
     check(interaction, request, parts, [0])
     check(interaction, Generate(TEXT, (Steered(0, 2.0),), n_tokens=N, part=1), parts, [1])
     with pytest.raises(UserError, match="--model: the crosscoder reads 2 models; leave --model out"):
-        Interaction(folder, CPU, str(model))
+        ModelSession(folder, CPU, str(model))
 
 
 def test_a_crosscoder_whose_models_are_unknown_is_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny("gpt2")
     same = write_crosscoder(tmp_path / "same", (model, LOW), (model, LOW))
     with pytest.raises(UserError, match="its parts are revisions of one model, which its metadata does not name"):
-        Interaction(same, CPU)
+        ModelSession(same, CPU)
     apart = write_crosscoder(tmp_path / "apart", (model, LOW), (tiny("llama"), LOW))
     with pytest.raises(UserError, match=r"have different tokenizers: [^;]*$"):
-        Interaction(apart, CPU)
+        ModelSession(apart, CPU)

@@ -31,7 +31,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES
 from trainer.interaction import session
 from trainer.interaction.serve import _Requests
-from trainer.interaction.session import Interaction
+from trainer.interaction.session import ModelSession
 
 CPU = torch.device("cpu")
 # The largest activations of the two latents in `features_file`.
@@ -50,7 +50,7 @@ def setting(latent: int, value: float, first: int = 1) -> Callable[[Tensor, Tens
     return change
 
 
-def generated(interaction: Interaction, request: Generate) -> Generated:
+def generated(interaction: ModelSession, request: Generate) -> Generated:
     *steps, last = interaction.generate(request)
     assert all(isinstance(one, Continued) for one in steps)
     assert isinstance(last, Generated)
@@ -62,7 +62,7 @@ def generated(interaction: Interaction, request: Generate) -> Generated:
 def test_a_text_is_shaded_by_what_the_sae_encodes(family: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post")
     text = "the dog sat on a small mat"
-    read = Interaction(folder, CPU).read(ReadText(text))
+    read = ModelSession(folder, CPU).read(ReadText(text))
     plain = Plain(tiny(family))
     ids = plain.tokenizer(text).input_ids
     taken: list[Tensor] = []
@@ -80,7 +80,7 @@ def test_a_text_is_shaded_by_what_the_sae_encodes(family: str, tiny: Callable[[s
 
 def test_tokens_that_share_a_character_are_merged(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
-    read = Interaction(folder, CPU).read(ReadText("a 天🙂 b"))
+    read = ModelSession(folder, CPU).read(ReadText("a 天🙂 b"))
     assert "".join(token.text for token in read.tokens) == "a 天🙂 b"
     assert {"天", "🙂"} <= {token.text.strip() for token in read.tokens}
 
@@ -92,7 +92,7 @@ def test_a_steered_continuation_equals_a_loop_that_sets_the_latent(
 ) -> None:
     folder = write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post")
     request = Generate("the dog ran over the hill", (Steered(latent, 2.5),), n_tokens=N)
-    found = generated(Interaction(folder, CPU), request)
+    found = generated(ModelSession(folder, CPU), request)
     plain = Plain(tiny(family))
     ids = plain.tokenizer(request.prompt).input_ids
     change = {plain.blocks()[1]: setting(latent, 2.5 * float(LARGEST[latent]))}
@@ -105,7 +105,7 @@ def test_the_result_depends_neither_on_the_cache_nor_on_the_size_of_its_parts(
     family: str, tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post")
-    interaction = Interaction(folder, CPU)
+    interaction = ModelSession(folder, CPU)
     request = Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=N)
     whole = generated(interaction, request)
     monkeypatch.setattr(session, "AT_ONCE", 3)
@@ -121,7 +121,7 @@ def test_the_result_depends_neither_on_the_cache_nor_on_the_size_of_its_parts(
 def test_a_latent_that_a_request_names_is_in_the_answer_however_weak_it_is(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interaction = Interaction(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    interaction = ModelSession(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
     text = "the dog sat on a small mat"
     all_latents = interaction.read(ReadText(text))
     monkeypatch.setattr(session, "MOST_LATENTS", 1)
@@ -132,7 +132,7 @@ def test_a_latent_that_a_request_names_is_in_the_answer_however_weak_it_is(
 
 
 def test_a_tiny_temperature_chooses_the_most_likely_token(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    interaction = Interaction(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    interaction = ModelSession(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
     request = Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=N)
     cold = Generate("the dog ran over the hill", (Steered(0, 2.0),), n_tokens=N, temperature=1e-40)
     assert generated(interaction, cold) == generated(interaction, request)
@@ -141,7 +141,7 @@ def test_a_tiny_temperature_chooses_the_most_likely_token(tiny: Callable[[str], 
 def test_the_effect_on_predictions_equals_that_of_a_loop(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
     request = Generate("a cat saw the dog", (Steered(0, 2.0), Steered(1, 0.0)), n_tokens=N)
-    found = generated(Interaction(folder, CPU), request)
+    found = generated(ModelSession(folder, CPU), request)
     plain = Plain(tiny("gpt2"))
     prompt = plain.tokenizer(request.prompt).input_ids
     whole = prompt + plain.greedy(prompt, {})
@@ -171,7 +171,7 @@ def test_a_model_in_bf16_is_read_and_steered_like_a_loop_in_bf16(
 ) -> None:
     # A model keeps the dtype of its files only on a GPU.
     monkeypatch.setattr("trainer.extraction.language_model._dtype", lambda *_: torch.bfloat16)
-    interaction = Interaction(write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post"), CPU)
+    interaction = ModelSession(write_sae(tmp_path / "sae", tiny(family), "blocks.1.hook_resid_post"), CPU)
     assert interaction._model.dtype == torch.bfloat16
     plain, text = Plain(tiny(family)), "the dog ran over the hill"
     plain.model.to(torch.bfloat16)
@@ -200,7 +200,7 @@ def test_a_model_in_bf16_is_read_and_steered_like_a_loop_in_bf16(
 def test_a_transcoder_changes_the_output_of_its_mlp(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.mlp.hook_in", "blocks.1.hook_mlp_out")
     request = Generate("the dog ran over the hill", (Steered(0, 3.0),), n_tokens=N)
-    found = generated(Interaction(folder, CPU), request)
+    found = generated(ModelSession(folder, CPU), request)
     plain, weights = Plain(tiny("gpt2")), weights_of()
 
     def change(inputs: Tensor, written: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_a_layer_of_a_cross_layer_transcoder_changes_all_later_mlps(
         place = {"layer": layer, "n_layers": 3}
         write_sae(tmp_path / f"layer={layer}", tiny("gpt2"), *hooks, cross_layer=place, n_targets=3 - layer)
     request = Generate("the dog ran over the hill", (Steered(0, 3.0),), n_tokens=N)
-    found = generated(Interaction(tmp_path / "layer=1", CPU), request)
+    found = generated(ModelSession(tmp_path / "layer=1", CPU), request)
     plain, weights = Plain(tiny("gpt2")), weights_of(2)
     own, later = weights["W_dec"][0].split(D_IN)
     factors: list[Tensor] = []
@@ -241,12 +241,12 @@ def test_a_layer_of_a_cross_layer_transcoder_changes_all_later_mlps(
     assert found.steered == plain.tokenizer.decode(plain.greedy(ids, changes))
     (tmp_path / "layer=2" / "cfg.json").unlink()
     with pytest.raises(UserError, match="has no layer 2 of the cross-layer transcoder"):
-        Interaction(tmp_path / "layer=1", CPU)
+        ModelSession(tmp_path / "layer=1", CPU)
 
 
 def test_adding_nothing_changes_nothing_even_if_tokens_are_sampled(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
-    interaction = Interaction(folder, CPU)
+    interaction = ModelSession(folder, CPU)
     how = {"adds": True, "temperature": 1.5, "n_tokens": 12}
     texts = [
         generated(interaction, Generate("the cat", (Steered(0, 0.0),), seed=seed, **how)).plain for seed in (3, 3, 4)
@@ -260,7 +260,7 @@ def test_adding_nothing_changes_nothing_even_if_tokens_are_sampled(tiny: Callabl
 def test_the_prompt_can_be_read_unchanged(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
     request = Generate("the dog ran over the hill", (Steered(0, 5.0),), only_generated=True, n_tokens=N)
-    found = generated(Interaction(folder, CPU), request)
+    found = generated(ModelSession(folder, CPU), request)
     n_prompt = len(Plain(tiny("gpt2")).tokenizer(request.prompt).input_ids)
     assert all(one.kl == pytest.approx(0, abs=1e-5) for one in found.kl[:n_prompt])
     assert any(one.kl > 0.01 for one in found.kl[n_prompt:])
@@ -269,14 +269,14 @@ def test_the_prompt_can_be_read_unchanged(tiny: Callable[[str], Path], tmp_path:
 def test_a_generation_can_be_ended_early(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
     checks = iter([False, True])
-    answers = [*Interaction(folder, CPU).generate(Generate("the cat", (Steered(0),)), lambda: next(checks))]
+    answers = [*ModelSession(folder, CPU).generate(Generate("the cat", (Steered(0),)), lambda: next(checks))]
     assert [type(one) for one in answers] == [Continued, Continued, Generated]
 
 
 def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     model = shutil.copytree(tiny("gpt2"), tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT + "{% if add_generation_prompt %}assistant: a dog{% endif %}")
-    interaction = Interaction(write_sae(tmp_path / "sae", model, "blocks.1.hook_resid_post"), CPU)
+    interaction = ModelSession(write_sae(tmp_path / "sae", model, "blocks.1.hook_resid_post"), CPU)
     assert interaction.ready.reads_chats
     read = interaction.read(ReadText("the cat", is_chat=True))
     plain = Plain(model)
@@ -289,7 +289,7 @@ def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Pat
     # The continuation begins where the model answers.
     request = Generate("the cat", (Steered(0, 2.0),), is_chat=True, n_tokens=N)
     assert generated(interaction, request).plain == plain.tokenizer.decode(plain.greedy(ids, {}))
-    other = Interaction(write_sae(tmp_path / "other", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    other = ModelSession(write_sae(tmp_path / "other", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
     assert not other.ready.reads_chats
     with pytest.raises(UserError, match="tokenizer has no chat template; read"):
         other.read(ReadText("the cat", is_chat=True))
@@ -309,7 +309,7 @@ def test_a_chat_is_read_with_the_template_of_the_model(tiny: Callable[[str], Pat
 def test_a_request_that_cannot_be_fulfilled_is_refused_in_a_sentence(
     request_: Any, problem: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    interaction = Interaction(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
+    interaction = ModelSession(write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post"), CPU)
     with pytest.raises(UserError, match=problem):
         list(interaction.generate(request_)) if isinstance(request_, Generate) else interaction.read(request_)
 
@@ -318,7 +318,7 @@ def test_steering_needs_the_largest_activations(tiny: Callable[[str], Path], tmp
     folder = write_sae(tmp_path / "sae", tiny("gpt2"), "blocks.1.hook_resid_post")
     silent = features_file(largest=("F32", "f", [2], [0.0, 3.0]))
     (folder / FEATURES).write_bytes(silent)
-    interaction = Interaction(folder, CPU)
+    interaction = ModelSession(folder, CPU)
     with pytest.raises(UserError, match="latent 0 never fired"):
         list(interaction.generate(Generate("a cat", (Steered(0, 2.0),))))
     (folder / FEATURES).unlink()
@@ -331,7 +331,7 @@ def test_steering_needs_the_largest_activations(tiny: Callable[[str], Path], tmp
 def test_a_model_without_an_unembedding_reads_texts_but_does_not_generate(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    interaction = Interaction(write_sae(tmp_path / "sae", tiny("bert"), "resid_post.1"), CPU)
+    interaction = ModelSession(write_sae(tmp_path / "sae", tiny("bert"), "resid_post.1"), CPU)
     assert not interaction.ready.generates
     assert isinstance(interaction.read(ReadText("the cat")), TextRead)
     with pytest.raises(UserError, match="does not predict next tokens"):
@@ -356,7 +356,7 @@ def test_an_sae_whose_model_is_unknown_is_refused_in_a_sentence(
     config["metadata"] |= names
     (folder / "cfg.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=problem):
-        Interaction(folder, CPU)
+        ModelSession(folder, CPU)
 
 
 def test_requests_are_parsed_and_a_stop_does_not_end_later_ones() -> None:

@@ -18,7 +18,7 @@ from trainer.contract.runs.features import ACTS_SCALE, FEATURES, Features
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.contexts import write_features
-from trainer.interaction.session import Interaction
+from trainer.interaction.session import ModelSession
 from trainer.training.loop import Trainer
 
 HOOK = "resid_post.1"
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, make_job: Callable[..., JobConfig], make_trainer: Cal
 
 
 def test_activations_have_the_units_of_the_stored_ones(folder: Path) -> None:
-    features, interaction = Features(folder / FEATURES), Interaction(folder, CPU)
+    features, interaction = Features(folder / FEATURES), ModelSession(folder, CPU)
     assert interaction.ready.has_scale
     assert features.acts_scale
     assert not 0.9 < features.acts_scale < 1.1
@@ -55,7 +55,7 @@ def test_activations_have_the_units_of_the_stored_ones(folder: Path) -> None:
 
 
 def test_steering_to_the_activation_that_was_read_changes_nothing(folder: Path) -> None:
-    features, interaction = Features(folder / FEATURES), Interaction(folder, CPU)
+    features, interaction = Features(folder / FEATURES), ModelSession(folder, CPU)
     both = [(one, interaction.read(ReadText(one)).tokens) for one in ("a cat", "the cat", "cat", "dog", "a a", "hill")]
     prompt, (_, last) = next((one, tokens) for one, tokens in both if len(tokens) == 2)
     strongest = last.latents[0]
@@ -72,4 +72,4 @@ def test_features_of_an_earlier_version_are_used_with_a_warning(folder: Path) ->
     tensors = load_file(folder / FEATURES)
     del tensors[ACTS_SCALE]
     write_features(folder, tensors)
-    assert not Interaction(folder, CPU).ready.has_scale
+    assert not ModelSession(folder, CPU).ready.has_scale

@@ -8,7 +8,7 @@ from trainer.contract.answers.schema import Schema, by_name, fields, list_of, on
 from trainer.contract.failure import Failure, Refusal
 from trainer.contract.runs.crosscoder import Crosscoder, CrosscoderPart
 from trainer.contract.runs.effects import AblatedLatent, Effects, LargeEffect
-from trainer.contract.runs.explanations import Explained, MeanScore
+from trainer.contract.runs.explanations import ExplainedLatents, MeanScore
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
@@ -467,7 +467,7 @@ _SCORE = typed(
 )
 _EXPLAINED = typed(
     "Explained",
-    Explained,
+    ExplainedLatents,
     {
         "n_latents": "Number of latents with a description of these weights.",
         "models": "Language models that gave the descriptions.",

@@ -72,7 +72,7 @@ class MeanScore(msgspec.Struct, frozen=True):
         return f"{self.mean:.3f} ± {self.error:.3f}"
 
 
-class Explained(msgspec.Struct, frozen=True, kw_only=True):
+class ExplainedLatents(msgspec.Struct, frozen=True, kw_only=True):
     """How many of an SAE's latents have a description, the models that wrote them, and their mean scores.
 
     `prompts` are the versions of the prompts. A score is None if it was not measured for any latent.
@@ -103,12 +103,12 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(one[:_LONGEST_MODEL] for one in self.models[:3]) + others
 
 
-def summary_of(explanations: Iterable[Explanation]) -> Explained | None:
+def summary_of(explanations: Iterable[Explanation]) -> ExplainedLatents | None:
     """Return a summary of the explanations that have a description, or None if there are none."""
     described = [one for one in explanations if one.text]
     if not described:
         return None
-    return Explained(
+    return ExplainedLatents(
         n_latents=len(described),
         models=tuple(sorted({one.model for one in described})),
         prompts=tuple(sorted({one.prompts for one in described})),
@@ -155,7 +155,7 @@ class ExplanationsFile:
             self._read = state, known
         return self._read[1]
 
-    def summary_of(self, weights: str, n_latents: int) -> Explained | None:
+    def summary_of(self, weights: str, n_latents: int) -> ExplainedLatents | None:
         """Return a summary of the descriptions of an SAE's latents that belong to these weights; None without any."""
         return summary_of(one for one in self.of(weights).values() if one.latent < n_latents) if weights else None
 

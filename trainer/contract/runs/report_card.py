@@ -16,7 +16,7 @@ import msgspec
 from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.runs.crosscoder import Crosscoder, part_facts, part_remarks
 from trainer.contract.runs.effects import Effects, effect_facts, effect_remarks
-from trainer.contract.runs.explanations import CHANCE, Explained, ExplanationsFile
+from trainer.contract.runs.explanations import CHANCE, ExplainedLatents, ExplanationsFile
 from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -462,7 +462,7 @@ class Card(msgspec.Struct, frozen=True):
     stability: Stability | None = None
     twins: tuple[Twin, ...] = ()
     families: dict[str, int] = {}
-    explained: Explained | None = None
+    explained: ExplainedLatents | None = None
 
     @property
     def target_l0(self) -> int | None:

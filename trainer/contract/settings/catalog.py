@@ -296,7 +296,7 @@ OPTIMIZERS = {
 SOURCES = {
     "shards": SourceEntry("trainer.activations.shards:Shards", "Rows stored in files.", sources.ShardSettings),
     "requests": SourceEntry(
-        "trainer.activations.requests:Requests",
+        "trainer.activations.requests:RequestRows",
         "Hidden states stored by an inference engine such as vLLM, one file per request.",
         requests.RequestSettings,
     ),
