@@ -49,7 +49,7 @@ def make_parser() -> SafeParser:
     )
     commands = parser.add_subparsers(
         required=True,
-        metavar="{run,extract,inspect,pairs,join,resume,fetch,stop,export,import,eval,interact,estimate,bench,probe,self-test}",
+        metavar="COMMAND",
     )
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:

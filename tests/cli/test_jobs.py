@@ -59,7 +59,14 @@ def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
 def test_a_valid_job_passes_validation(shell):
     answer = shell.json("validate", shell.job_file, "--gpus", "0,1")
     assert answer.pop("memory_required") > 500 * 2**20
-    assert answer == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
+    assert answer == {
+        "valid": True,
+        "errors": [],
+        "warnings": [],
+        "mode": "ddp",
+        "memory_measured": None,
+        "start": None,
+    }
 
 
 def test_validate_shows_when_slurm_would_start_the_job_or_why_it_would_not(shell):
@@ -200,6 +207,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert (Path(job["output_path"]) / "cfg.json").exists()
     (listed,) = shell.json("jobs")
     only_in_job = ("events", "ranks", "cause", "card", "passes", "best_step", "best_heldout_fvu", "forecast", "twice")
+    only_in_job += ("mirrored",)
     expected = {name: value for name, value in job.items() if name not in only_in_job}
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"

@@ -68,7 +68,7 @@ def test_the_bus_between_all_idle_gpus_is_measured_and_stored(probing, tmp_path)
     assert finding.sentence == "3 GPUs exchange 20.0 GB/s in an all-reduce; a small all-reduce takes 20 µs"
     assert (tmp_path / "asked").read_text() == "probe --gpus auto:3 --json GPU-0,GPU-1,GPU-2"
     speeds = read_box(box.data.box_file)
-    assert msgspec.structs.astuple(speeds.speeds("NVIDIA H100", "bf16", 3)) == (5e14, 2e12, 2e10, 2e-5, True)
+    assert msgspec.structs.astuple(speeds.speeds("NVIDIA H100", "bf16", 3))[:5] == (5e14, 2e12, 2e10, 2e-5, True)
     assert speeds.speeds("NVIDIA H100", "bf16", 2).bus_bytes_per_s == 1.5e10
 
 

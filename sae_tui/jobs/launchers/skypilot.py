@@ -165,6 +165,8 @@ class RentedAttempt(RankStates[RentedRank]):
         self._cancelled_at: float | None = None
         self._ended_since: float | None = None
         self._silent_since: float | None = None
+        # Why the machine's queue does not show the job.
+        self._problem = ""
         self._look_at = 0.0
         self._told: set[str] = set()
 
@@ -297,9 +299,10 @@ class RentedAttempt(RankStates[RentedRank]):
         if is_known:
             self._silent_since = None
             return
+        self._problem = problem if what == "queue" else problem or self._problem
         self._silent_since = self._silent_since or time.monotonic()
         if time.monotonic() - self._silent_since > SILENT_S:
-            self._fail(f"its machine {self._rented.name} cannot be asked: {problem or 'it has no such job'}")
+            self._fail(f"its machine {self._rented.name} cannot be asked: {self._problem or 'it has no such job'}")
         elif what == "queue" and self.alive:
             self._ask("status", ["status", "--refresh", self._rented.name, "-o", "json"])
 

@@ -50,6 +50,8 @@ def test_a_report_card_matches_the_held_out_fvu_and_is_stored_next_to_the_weight
     assert figures["l0"] == pytest.approx(kept.curve("heldout_l0")[-1], rel=1e-6)
     assert 0 < figures["fvu_error"] < figures["fvu"]
     assert card.pop("written_to") == str(run / "sae")
+    # Explanations are read from their own file.
+    assert card.pop("explained") is None
     assert json.loads((run / "sae" / "card.json").read_text()) == card
     assert f"{figures['fvu']:.4f}" in (run / "sae" / "README.md").read_text()
 

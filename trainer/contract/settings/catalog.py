@@ -297,7 +297,7 @@ SOURCES = {
     "shards": SourceEntry("trainer.activations.shards:Shards", "Rows stored in files.", sources.ShardSettings),
     "requests": SourceEntry(
         "trainer.activations.requests:RequestRows",
-        "Hidden states stored by an inference engine such as vLLM, one file per request.",
+        "Hidden states stored by vLLM, one file per request.",
         requests.RequestSettings,
     ),
     "synthetic": SourceEntry(
