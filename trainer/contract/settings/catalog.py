@@ -297,7 +297,7 @@ SOURCES = {
     "shards": SourceEntry("trainer.activations.shards:Shards", "Rows stored in files.", sources.ShardSettings),
     "requests": SourceEntry(
         "trainer.activations.requests:RequestRows",
-        "Hidden states stored by vLLM, one file per request.",
+        "Hidden states written by vLLM.",
         requests.RequestSettings,
     ),
     "synthetic": SourceEntry(
@@ -305,7 +305,7 @@ SOURCES = {
     ),
     "model": SourceEntry(
         "trainer.extraction.model_stream:ModelStream",
-        "Rows computed by a language model during training; nothing is stored.",
+        "Rows computed by a language model while training.",
         model_source.ModelSettings,
     ),
 }
