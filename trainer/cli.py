@@ -287,7 +287,7 @@ def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace)
 
 
 def _folder_name(name: str) -> str:
-    safe = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+    safe = re.sub(r"[^\w.-]+", "-", name)[:60].strip("-.") or "run"
     return f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

@@ -81,6 +81,15 @@ def test_an_object_of_another_size_leaves_no_file(store, tmp_path):
     assert not list(tmp_path.glob("*copy*"))
 
 
+def test_a_download_ends_as_soon_as_the_object_is_too_large(store, tmp_path):
+    n_received = []
+    store.put(os.urandom(5 << 20), "x")
+    with pytest.raises(UserError, match=r"data.path: .*/x could not be read: it is larger than 8 bytes"):
+        store.get("x", tmp_path / "copy", 8, n_received.append)
+    assert sum(n_received) == 1 << 20
+    assert not list(tmp_path.glob("*copy*"))
+
+
 def test_a_request_is_repeated_after_failures_that_may_pass(faulty):
     store = ObjectStore("memory://bucket/rows", "data.path")
     store.put(b"content", "x")

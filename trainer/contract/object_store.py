@@ -60,6 +60,8 @@ _IS_ACCESS = re.compile(
 _SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 # How often a request is tried, the first wait and the longest wait between two tries.
 TRIES, FIRST_WAIT_S, LONGEST_WAIT_S = 5, 0.5, 15.0
+# The longest silence of the hub during a request, in seconds; by default, its client waits without a limit.
+SILENCE_S = 100.0
 _CHUNK = 1 << 20
 
 
@@ -163,6 +165,9 @@ class ObjectStore:
                 while piece := source.read(_CHUNK):
                     n += stream.write(piece)
                     on_bytes(len(piece))
+                    if n > size:
+                        # It may be far too large for the disk.
+                        raise ValueError(f"it is larger than {size:,} bytes")
                 if n != size:
                     raise OSError(f"it ended after {n:,} of {size:,} bytes")
 
@@ -273,6 +278,7 @@ class ObjectStore:
             if n_failed:
                 time.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (n_failed - 1)) * random.uniform(0.5, 1.0))
             try:
+                self._limit_silence()
                 return call()
             except UserError:
                 raise
@@ -281,6 +287,12 @@ class ObjectStore:
                 if _kind(error) != "transient":
                     break
         raise self._failure(doing, name, failed) from None
+
+    def _limit_silence(self) -> None:
+        """Set the time limit of the hub's client, which the hub's package replaces after some failures."""
+        if self.scheme == "hf":
+            utils: Any = importlib.import_module("huggingface_hub.utils")
+            utils.get_session().timeout = SILENCE_S
 
     def _failure(self, doing: str, name: str, error: Exception) -> UserError:
         at = f"{self._field}: {self.url}{f'/{name}' if name else ''}"

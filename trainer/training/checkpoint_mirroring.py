@@ -17,6 +17,7 @@ from trainer.contract.json_file import write_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import FILES, Position, damage, newest_first
 from trainer.contract.runs.checkpoint_mirror import (
+    FIELD,
     JOB,
     METRICS,
     PLAN,
@@ -42,6 +43,8 @@ from trainer.reporting.progress import RunProgress
 TELL_EVERY_S = 300.0
 # How long the end of a run waits for the last uploads, and for the next try after a failed one, in seconds.
 LAST_S, RETRY_S = 1800.0, 30.0
+# How long the start of a run waits for the store, in seconds; some clients wait for an answer without a limit.
+START_S = 120.0
 # The folder with hard links to the files that are being uploaded: a removed checkpoint can still be read there.
 STAGING = ".mirroring"
 
@@ -63,15 +66,18 @@ class CheckpointMirroring:
         self._output: Path | None = None
         self._told_at, self._n_failed = float("-inf"), 0
         self._n_sent = self._n_bytes = 0
+        self._saved_at, self._busy_since = 0.0, float("inf")
+        # The step that this attempt uploaded last. An earlier one would replace it in the mirror.
+        self._sent = -1
         self._thread = threading.Thread(target=self._live, name="checkpoint mirror", daemon=True)
 
     def start(self) -> None:
-        """Check the mirror, and start the thread; raise `UserError` if the mirror cannot be used.
+        """Check the mirror within `START_S`, and start the thread; raise `UserError` if the mirror cannot be used.
 
         If this run has used the mirror before, an unreachable store is only reported: a restart must not fail with it.
         """
         try:
-            self._claim()
+            self._claim_in_time()
         except MirrorTaken:
             raise
         except UserError as error:
@@ -81,8 +87,29 @@ class CheckpointMirroring:
         self._note()
         self._thread.start()
 
+    def _claim_in_time(self) -> None:
+        failures: list[Exception] = []
+
+        def claim() -> None:
+            try:
+                self._claim()
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=claim, name="mirror check", daemon=True)
+        thread.start()
+        thread.join(START_S)
+        if thread.is_alive():
+            raise UserError(f"{FIELD}: {self._url} did not answer within {START_S:g} s; check the network and the URL")
+        for error in failures:
+            raise error
+
     def saved(self) -> None:
         """Announce that a checkpoint was saved."""
+        self._saved_at = time.monotonic()
+        if self._saved_at - self._busy_since > LAST_S:
+            minutes = f"{LAST_S / 60:g} minutes"
+            self._tell_rarely(f"an upload to {self._url} has taken more than {minutes}; later checkpoints wait for it")
         self._wake.set()
 
     def finish(self, output: Path | None, stop: threading.Event, at: Position) -> None:
@@ -116,7 +143,8 @@ class CheckpointMirroring:
             # Wait until the next upload is due; at the end, nothing is waited for.
             self._ending.wait(max(0.0, next_at - time.monotonic()))
             self._wake.clear()
-            next_at = time.monotonic() + 60 * self._job.train.mirror_every_minutes
+            # Count from the save, not from the upload: an older checkpoint must be replaced earlier.
+            next_at = self._saved_at + 60 * self._job.train.mirror_every_minutes
             is_last = self._ending.is_set()
             is_done = self._tried(self._upload_newest) and (not is_last or self._tried(self._upload_output))
             if not is_last or is_done or self._output is None:
@@ -127,6 +155,7 @@ class CheckpointMirroring:
 
     def _tried(self, upload: Callable[[], None]) -> bool:
         """Upload something, and return whether this succeeded; report a failure."""
+        self._busy_since = time.monotonic()
         try:
             self._claim()
             upload()
@@ -141,6 +170,7 @@ class CheckpointMirroring:
         else:
             return True
         finally:
+            self._busy_since = float("inf")
             shutil.rmtree(self._staging, ignore_errors=True)
         return False
 
@@ -151,19 +181,28 @@ class CheckpointMirroring:
 
     def _upload_newest(self) -> None:
         """Upload the newest intact checkpoint, unless it is already in the mirror."""
-        if (newest := self._staged()) is None or step_of(newest) == self._state.step:
+        if (newest := self._staged()) is None or step_of(newest) == self._state.step or step_of(newest) <= self._sent:
+            return
+        resumed = self._spec.resume_from
+        if resumed and resumed.name == newest and self._mirror.has(newest):
+            # An interrupted upload would destroy the checkpoint from which this attempt began.
+            self._note_sent(newest)
             return
         files = {file.name: file for file in self._staging.iterdir()}
         self._upload(newest, files, step_of(newest), self._job.train.keep_checkpoints)
         is_first = self._state.step is None
-        self._state = Mirrored(self._url, self._state.run, step_of(newest), time.time())
-        self._note()
+        self._note_sent(newest)
         message = f"step {self._state.step:,} is mirrored to {self._url}"
         rank_log.say(message)
         if is_first or self._n_failed:
             again = f", the first after {self._n_failed} failed uploads" if self._n_failed else ""
             self._progress.event("checkpoint-mirror", message + again)
         self._n_failed = 0
+
+    def _note_sent(self, folder: str) -> None:
+        self._sent = step_of(folder)
+        self._state = Mirrored(self._url, self._state.run, self._sent, time.time())
+        self._note()
 
     def _upload_output(self) -> None:
         """Upload the finished SAE, with its report card and examples."""
@@ -192,16 +231,23 @@ class CheckpointMirroring:
     def _staged(self) -> str | None:
         """Fill the staging folder with the newest intact checkpoint and what a resume needs; return its name."""
         for folder in newest_first(self._paths.checkpoints):
-            shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging.mkdir(mode=0o700)
-            # The run may remove a checkpoint at any time.
-            with contextlib.suppress(FileNotFoundError):
-                for name in FILES:
-                    _link(folder / name, self._staging / name)
-                if damage(self._staging) is None:
-                    self._stage_rest()
-                    return folder.name
+            if self._is_staged(folder):
+                self._stage_rest()
+                return folder.name
+            if not folder.exists():
+                # The run removed it because a later one was saved, so do not take an earlier one.
+                return self._staged()
         return None
+
+    def _is_staged(self, folder: Path) -> bool:
+        """Fill the staging folder with a checkpoint's files; return False if they are damaged or were removed."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):
+            for name in FILES:
+                _link(folder / name, self._staging / name)
+            return damage(self._staging) is None
+        return False
 
     def _stage_rest(self) -> None:
         shutil.copyfile(self._paths.job_file, self._staging / JOB)

@@ -167,6 +167,10 @@ def test_a_mirror_of_another_run_or_with_other_files_is_refused(mirror: Mirror, 
 def test_the_attempt_that_started_last_is_the_only_writer(mirror: Mirror) -> None:
     later = CheckpointMirror(mirror.url, RUN, "n")
     later.claim()
+    CheckpointMirror(mirror.url, "f" * 16, "other").claim()  # there is no checkpoint yet
+    with pytest.raises(MirrorTaken, match=r": the run other now mirrors to"):
+        later.put(SAE, {}, MirroredFolder(RUN, 1, {}))
+    CheckpointMirror(mirror.url, RUN, "n").claim()
     for act in (lambda: mirror.put(1), mirror.mirror.claim):
         with pytest.raises(MirrorTaken, match=r"another attempt of this run, maybe on another machine, now mirrors to"):
             act()
@@ -302,6 +306,8 @@ for step in (1, 2, 3):
     one.put(step, keep=1)
 from trainer.contract.runs.mirrored_run import fetch
 print(fetch(one.url, Path(sys.argv[1]) / "run").step, *one.steps)
+from huggingface_hub.utils import get_session
+print(get_session().timeout.read)
 """
 
 
@@ -315,7 +321,7 @@ def test_each_checkpoint_on_the_hub_is_one_commit_without_the_token(tmp_path: Pa
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     finally:
         hub.close()
-    assert (done.stdout, done.stderr) == ("3 step-00000003\n", "")
+    assert (done.stdout, done.stderr) == ("3 step-00000003\n100.0\n", "")
     # The claim is the first commit.
     assert len([one for one in hub.asked if "/commit/" in one]) == 4
     names = {name for name in hub.files["ada/saes"] if "/" in name}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +42,10 @@ class Run:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=1)
         self.mirroring = self.new()
 
-    def new(self) -> CheckpointMirroring:
-        spec = RankSpec(self.folder, self.folder / "sae", attempt=1, world_size=1, device="cpu")
+    def new(self, resume_from: Path | None = None) -> CheckpointMirroring:
+        spec = RankSpec(
+            self.folder, self.folder / "sae", attempt=1, world_size=1, device="cpu", resume_from=resume_from
+        )
         return CheckpointMirroring(spec, self._job, self.kept)
 
     def save(self, step: int) -> Path:
@@ -101,6 +105,100 @@ def test_a_damaged_checkpoint_is_not_mirrored(run: Run, eventually: Eventually) 
     (run.save(6) / TENSORS).write_bytes(b"damaged")
     run.mirroring.start()
     eventually(lambda: run.step == 5)
+
+
+def test_an_older_checkpoint_never_replaces_a_mirrored_one(run: Run, eventually: Eventually, tmp_path: Path) -> None:
+    run.checkpoints = Checkpoints(run.folder / "checkpoints", keep=2)
+    run.mirroring.start()
+    run.save(5)
+    eventually(lambda: run.step == 5)
+    newest = run.save(6)
+    eventually(lambda: run.step == 6)
+    (newest / TENSORS).write_bytes(b"damaged")
+    run.finish()
+    assert run.step == 6
+    assert fetch(run.url, tmp_path / "new").step == 6
+
+
+def test_a_checkpoint_removed_while_it_is_staged_gives_way_to_a_later_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    run.checkpoints = Checkpoints(run.folder / "checkpoints", keep=3)
+    for step in (3, 6):
+        run.save(step)
+    link, uploaded = checkpoint_mirroring._link, []
+
+    def remove_first(source: Path, target: Path) -> None:
+        if source.parent.name == "step-00000006" and source.parent.exists():
+            shutil.rmtree(source.parent)
+            run.checkpoints.save({"W": torch.zeros(3)}, Position(7, 7))
+        link(source, target)
+
+    put = CheckpointMirror.put
+    monkeypatch.setattr(checkpoint_mirroring, "_link", remove_first)
+    monkeypatch.setattr(CheckpointMirror, "put", lambda *one: (uploaded.append(one[1]), put(*one))[1])
+    run.mirroring.start()
+    eventually(lambda: run.step is not None)
+    assert uploaded == ["step-00000007"]
+
+
+def test_the_checkpoint_that_a_moved_run_resumes_from_is_not_uploaded_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.mirroring.start()
+    run.save(5)
+    run.finish()
+    run.folder = fetch(run.url, tmp_path / "new").run_dir
+    run.mirroring = run.new(run.folder / "checkpoints" / "step-00000005")
+    monkeypatch.setattr(CheckpointMirror, "put", lambda *_: pytest.fail("the only copy was replaced"))
+    run.mirroring.start()
+    run.finish()
+    assert (run.step, run.problem) == (5, "")
+
+
+def test_uploads_are_due_by_the_age_of_the_mirrored_checkpoint(
+    run: Run, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    waits: list[float] = []
+    clock = [1000.0]
+
+    def wait(timeout: float | None = None) -> bool:
+        waits.append(timeout or 0.0)
+        clock[0] += waits[-1]
+        return False
+
+    # With n = 10, checkpoints are saved at minutes 7, 14 and 21; the one of minute 7 is too old from minute 17.
+    monkeypatch.setattr(run.mirroring._ending, "wait", wait)
+    times = SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
+    monkeypatch.setattr(checkpoint_mirroring, "time", times)
+    run.mirroring._job = run.mirroring._job.replace("train", mirror_every_minutes=10)
+    run.mirroring.start()
+    for step, minute in ((1, 7), (2, 14), (3, 21)):
+        clock[0] = 1000.0 + 60 * minute
+        run.save(step)
+        eventually(lambda step=step: run.step == step)
+    assert waits == [0.0, 180.0, 180.0]
+
+
+def test_a_store_that_never_answers_delays_the_start_only_up_to_a_limit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+    run.mirroring.start()
+    run.finish()
+    monkeypatch.setattr(checkpoint_mirroring, "START_S", 0.05)
+    monkeypatch.setattr(CheckpointMirror, "claim", lambda _: answer.wait())
+    try:
+        run.mirroring = run.new()
+        run.mirroring.start()
+        assert "did not answer within 0.05 s" in run.events("warning")[0]
+        (run.folder / "mirrored.json").unlink()
+        with pytest.raises(
+            UserError, match=r"^train.mirror_checkpoints: file://.* did not answer within 0.05 s; check"
+        ):
+            run.new().start()
+    finally:
+        answer.set()
 
 
 def test_failures_are_reported_rarely_and_the_next_checkpoint_is_tried(

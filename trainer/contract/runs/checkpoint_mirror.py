@@ -148,7 +148,12 @@ class CheckpointMirror:
 
     def _refuse_other_writer(self, there: Owner) -> None:
         if there.writer != self._owner.writer:
-            attempt = "another attempt of this run, maybe on another machine,"
+            is_other = there.run != self._owner.run
+            attempt = (
+                f"the run {printable(there.name)}"
+                if is_other
+                else "another attempt of this run, maybe on another machine,"
+            )
             raise MirrorTaken(f"{FIELD}: {attempt} now mirrors to {self.store.url}; this one no longer does")
 
     def owner(self) -> Owner:
@@ -182,6 +187,10 @@ class CheckpointMirror:
         except UserError as error:
             return str(error)
         return ""
+
+    def has(self, folder: str) -> bool:
+        """Return whether the mirror contains a complete folder of this name."""
+        return f"{folder}/{LIST}" in self.store.list()
 
     def read_list(self, folder: str) -> MirroredFolder:
         """Return the list of a folder's files."""

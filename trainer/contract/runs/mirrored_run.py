@@ -225,4 +225,5 @@ def _copy_metrics(source: Path, target: Path, notes: list[str]) -> None:
     except (StoreError, sqlite3.Error, OverflowError) as error:
         for file in target.parent.glob(f"{target.name}*"):
             file.unlink()
-        notes.append(f"the curves up to this checkpoint are missing: the mirror's {METRICS} cannot be read ({error})")
+        reason = printable(str(error))
+        notes.append(f"the curves up to this checkpoint are missing: the mirror's {METRICS} cannot be read ({reason})")
