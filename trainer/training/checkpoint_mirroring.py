@@ -185,7 +185,7 @@ class CheckpointMirroring:
             return
         resumed = self._spec.resume_from
         if resumed and resumed.name == newest and self._mirror.has(newest):
-            # An interrupted upload would destroy the checkpoint from which this attempt began.
+            # An interrupted upload would destroy the checkpoint that this attempt resumed.
             self._note_sent(newest)
             return
         files = {file.name: file for file in self._staging.iterdir()}
