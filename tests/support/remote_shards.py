@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from trainer.activations.int8_rows import encoded
 from trainer.contract import object_cache, object_store
+from trainer.contract.object_cache import RowCache
 from trainer.contract.object_store import ObjectStore
 
 URL = "memory://bucket/acts/h"
@@ -47,7 +48,14 @@ class Requests(MemoryFileSystem):  # type: ignore[misc]
 
 
 def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[type[Requests]]:
-    """Yield an empty store, with an empty cache folder and without waits between tries."""
+    """Yield an empty store, with an empty cache folder and without waits between tries; end downloads afterwards."""
+    caches, begin = list[RowCache](), RowCache.__init__
+
+    def note(cache: RowCache, *args: Any, **kwargs: Any) -> None:
+        begin(cache, *args, **kwargs)
+        caches.append(cache)
+
+    monkeypatch.setattr(RowCache, "__init__", note)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     monkeypatch.setattr(object_cache, "LONGEST_WAIT_S", 0.05)
@@ -56,6 +64,10 @@ def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[t
     fsspec.register_implementation("memory", Requests, clobber=True)
     object_cache.forget_refreshed()
     yield Requests
+    for cache in caches:
+        cache.close()
+    for thread in [thread for cache in caches for thread in cache._threads]:
+        thread.join()
     object_cache.forget_refreshed()
     fsspec.register_implementation("memory", MemoryFileSystem, clobber=True)
 

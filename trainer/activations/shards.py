@@ -24,7 +24,7 @@ from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem, UserError, first_line
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
-from trainer.contract.object_cache import RowCache, cache_limit, keep_columns
+from trainer.contract.object_cache import RowCache, cache_limit, copy_of, keep_columns
 from trainer.contract.object_paths import url_of
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
 from trainer.contract.settings.rows import INT8, row_bytes
@@ -215,6 +215,7 @@ class _Mapped:
     def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool, cache: RowCache | None = None) -> None:
         self._cache = cache
         self._shards = [shard for one in sets for shard in one.shards]
+        self._inodes = [shard.file.stat().st_ino for shard in self._shards]
         contents = {file: _content(shard, field) for file, shard in {one.file: one for one in self._shards}.items()}
         if alone and sum(map(len, contents.values())) > machine_memory().total_bytes // 2:
             _read_alone(contents.values())
@@ -280,7 +281,21 @@ class _Mapped:
                     stack.enter_context(self._cache.reading(self._shards[number].file))
                 except UserError as error:
                     raise ShardCutError(str(error)) from None
+                self._map_again(number)
             yield
+
+    def _map_again(self, number: int) -> None:
+        """Map a shard's copy again if it is another file than before, because another process removed that one."""
+        shard = self._shards[number]
+        with contextlib.suppress(FileNotFoundError):
+            inode = shard.file.stat().st_ino
+            if inode == self._inodes[number] or (copy := copy_of(shard.file)) is None or copy.holds != "rows":
+                return
+            content = _content(shard, self._field)
+            self._mapped[number], self._maps[number] = _rows_of(shard, content, self._field), _map_of(content)
+            self._inodes[number] = inode
+            if self._tensors:
+                self.read_by_all_threads()
 
     def name_of(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1

@@ -46,7 +46,13 @@ class SideBySide(IndexedSource):
         n_each = len(before) // len(self._sources)
         for number, one in enumerate(self._sources):
             one.continue_from(before[number * n_each : (number + 1) * n_each])
-        self.split_sizes, self.shuffle_shards = self._sources[0].split_sizes, self._sources[0].shuffle_shards
+        first = self._sources[0]
+        self.split_sizes, self.shuffle_shards, self.shard_starts = (
+            first.split_sizes,
+            first.shuffle_shards,
+            first.shard_starts,
+        )
+        self.caches = [cache for one in self._sources for cache in one.caches]
         self._agree_on_texts()
 
     def use_window(self, shuffle_shards: int, split_rows: int) -> None:
@@ -166,6 +172,7 @@ class _SomeRows(IndexedSource):
 
     def continue_from(self, before: DataRecord) -> None:
         self._source.continue_from(before)
+        self.caches = self._source.caches
         if sum(self._source.split_sizes) != self._source.n_tokens:
             raise _of_added_rows(self)
 

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import operator
 import os
 import threading
 import time
@@ -96,11 +97,11 @@ def refresh(folder: Path, field: str, sums_of: Callable[[Path], Mapping[str, str
             raise UserError(f"{field}: there are no {' or '.join(KINDS)} shards at {store.url}{_folders_in(found)}")
         private_folder(objects_folder())
         private_folder(place)
-        _keep_beside(store, place, found)
-        _keep_progress(place.parent, field)
-        _forget_others(place, {*names} if folder == place else None)
-        sums = sums_of(place)
-        with ThreadPoolExecutor(_HEADERS_AT_ONCE, "shard-headers") as pool:
+        with _on_disk(field), ThreadPoolExecutor(_HEADERS_AT_ONCE, "shard-headers") as pool:
+            _keep_beside(store, place, found)
+            _keep_progress(place.parent, field)
+            _forget_others(place, {*names} if folder == place else None)
+            sums = sums_of(place)
             list(pool.map(lambda name: _keep_header(store, place / name, found[name], sums.get(name, "")), names))
         _refreshed.add(folder)
 
@@ -114,7 +115,7 @@ def keep_columns(files: Collection[Path], field: str) -> None:
     """Download the numbers per row of shards, such as their texts, so that only the rows are missing."""
     lacking = [file for file in files if (copy := copy_of(file)) and copy.holds == "header"]
     stores = {folder: ObjectStore(str(url_of(folder)), field) for folder in {file.parent for file in lacking}}
-    with ThreadPoolExecutor(_HEADERS_AT_ONCE, "shard-columns") as pool:
+    with _on_disk(field), ThreadPoolExecutor(_HEADERS_AT_ONCE, "shard-columns") as pool:
         list(pool.map(lambda file: _keep_columns(stores[file.parent], file), lacking))
 
 
@@ -277,7 +278,19 @@ class RowCache:
             self._n_failed += 1
             wait_s = min(LONGEST_WAIT_S, 0.5 * 2 ** min(self._n_failed, 10))
             self._failures[file] = error, time.monotonic() + wait_s
+            if isinstance(error, _NoRoom):
+                self._release_later(file, error)
             self._changed.notify_all()
+
+    def _release_later(self, file: Path, error: UserError) -> None:
+        """Release the last of the shards that are needed after one that does not fit, and download it again later."""
+        order = [*+self._readers, *self._wanted]
+        later = order[order.index(file) + 1 :] if file in order else []
+        last = next((one for one in reversed(later) if one in self._held and not self._readers[one]), None)
+        if last is not None:
+            os.close(self._held.pop(last))
+            self._failures[last] = error, time.monotonic() + LONGEST_WAIT_S
+            self._failures[file] = error, 0.0
 
     def _fetch(self, file: Path) -> int:
         """Return a descriptor with a shared lock on a shard whose rows are in its file."""
@@ -291,7 +304,8 @@ class RowCache:
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 if try_lock(descriptor):
                     if not self._is_whole(file):
-                        self._download(file)
+                        with _on_disk(self._field):
+                            self._download(file)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 else:
                     # Another process downloads the shard.
@@ -324,8 +338,6 @@ class RowCache:
                     self.n_read += len(piece)
                     self._pieces.append((time.monotonic(), len(piece)))
             os.fsync(descriptor)
-        except OSError as error:
-            raise self._of_disk(error) from None
         finally:
             os.close(descriptor)
         if copy.sha256 and digest.hexdigest() != copy.sha256:
@@ -343,13 +355,6 @@ class RowCache:
     def _of_change(self, file: Path) -> UserError:
         place = f"{self._stores[file.parent].url}/{file.name}"
         return UserError(f"{self._field}: {place} has changed since this process opened it; restore it, or start again")
-
-    def _of_disk(self, error: OSError) -> UserError:
-        reason = error.strerror or str(error)
-        return UserError(
-            f"{self._field}: shards cannot be cached in {objects_folder()}: {reason}; free some space, or set"
-            " data.cache_gb and data.shuffle_shards"
-        )
 
     def _make_room(self, descriptor: int, file: Path, size: int) -> None:
         """Reserve disk space for a shard, removing the rows that no process has used for the longest time."""
@@ -373,11 +378,27 @@ class RowCache:
 
     def _of_room(self, size: int) -> UserError:
         room = f"the cache {objects_folder()} may take {gibibytes(self._limit)}"
-        # Another job may soon release its shards.
-        return Unreachable(
+        return _NoRoom(
             f"{self._field}: {room}, and a shard of {gibibytes(size)} does not fit next to the shards in use;"
             " raise data.cache_gb, free some space, or lower data.shuffle_shards"
         )
+
+
+class _NoRoom(Unreachable):
+    """Raised if a shard does not fit; another job may soon release its shards."""
+
+
+@contextlib.contextmanager
+def _on_disk(field: str) -> Iterator[None]:
+    """Raise `UserError` instead of `OSError`, for example if the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"{field}: shards cannot be cached in {objects_folder()}: {reason}; free some space, or set"
+            " data.cache_gb and data.shuffle_shards"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -453,14 +474,15 @@ def _forget_others(folder: Path, names: Collection[str] | None) -> None:
 
 
 def _keep_header(store: ObjectStore, file: Path, facts: ObjectFacts, sha256: str) -> None:
-    known = copy_of(file)
-    is_same = known is not None and (known.size, known.version) == facts and _size_of(file) == facts.size
-    if is_same and known is not None and known.sha256 == sha256:
+    if (known := copy_of(file)) and known.sha256 == sha256 and _is_copy(file, known, facts):
         return
-    with _locked(_state_of(file, ".lock"), f"{store.url}/{file.name} has changed, and another job still uses it"):
-        if is_same and known is not None:
+    in_use = f"{store.url}/{file.name} has changed, and another job still uses it"
+    with _locked(_state_of(file, ".lock"), in_use if known else ""):
+        # Another process may have read the header in the meantime, and may have mapped the file.
+        if (known := copy_of(file)) and _is_copy(file, known, facts):
             # Rows whose SHA-256 was unknown when they were downloaded are downloaded again.
-            _write_copy(file, msgspec.structs.replace(known, sha256=sha256, holds="header"))
+            if known.sha256 != sha256:
+                _write_copy(file, msgspec.structs.replace(known, sha256=sha256, holds="header"))
             return
         head = store.read(file.name, 0, min(_HEAD, facts.size))
         if file.suffix == ".safetensors" and _HEAD < (n := _header_size(head)) <= min(_LARGEST_HEADER, facts.size):
@@ -472,6 +494,10 @@ def _keep_header(store: ObjectStore, file: Path, facts: ObjectFacts, sha256: str
         _write_copy(file, Copy(*facts, sha256))
 
 
+def _is_copy(file: Path, copy: Copy, facts: ObjectFacts) -> bool:
+    return (copy.size, copy.version) == facts and _size_of(file) == facts.size
+
+
 def _keep_columns(store: ObjectStore, file: Path) -> None:
     with _locked(_state_of(file, ".lock")):
         copy = copy_of(file)
@@ -480,9 +506,10 @@ def _keep_columns(store: ObjectStore, file: Path) -> None:
         first, last = _rows_in(file)
         descriptor = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            for begin, end in ((0, first), (last, copy.size)):
-                if end > max(begin, _HEAD):
-                    _write_at(descriptor, store.read(file.name, begin, end), begin)
+            for begin, end in ((_HEAD, first), (max(_HEAD, last), copy.size)):
+                # A file from another program may contain more tensors as large as its rows.
+                for at in range(begin, end, _PIECE):
+                    _write_at(descriptor, store.read(file.name, at, min(at + _PIECE, end)), at)
         finally:
             os.close(descriptor)
         _write_copy(file, msgspec.structs.replace(copy, holds="columns"))
@@ -493,7 +520,7 @@ def _header_size(head: bytes) -> int:
 
 
 def _rows_in(file: Path) -> tuple[int, int]:
-    """Return the first and last byte of the largest tensor in a shard, which contains its rows."""
+    """Return the first and last byte of the largest matrix in a shard, which contains its rows."""
     size = file.stat().st_size
     if file.suffix != ".safetensors":
         return min(_HEAD, size), size
@@ -501,10 +528,13 @@ def _rows_in(file: Path) -> tuple[int, int]:
         with open(file, "rb") as stream:
             begin = _header_size(stream.read(8))
             header: Any = json.loads(stream.read(min(begin, _LARGEST_HEADER) - 8))
-        spans = [one["data_offsets"] for name, one in header.items() if name != "__metadata__"]
+        tensors = [one for name, one in header.items() if name != "__metadata__"]
+        # Numbers per row can be larger than very narrow rows.
+        matrices = [one for one in tensors if len(one["shape"]) > 1] or tensors
+        spans = [tuple(map(operator.index, one["data_offsets"])) for one in matrices]
         first, last = max(spans, key=lambda span: span[1] - span[0])
-        return min(begin + first, size), min(begin + last, size)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return min(begin + max(0, first), size), min(begin + last, size)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return min(_HEAD, size), size  # the reader of the header reports the problem
 
 

@@ -242,9 +242,10 @@ class Trainer:
             self._progress.event("stream", f"reading the held-out rows and a sample, the first rows of {source.place}")
         if isinstance(source, StreamSource):
             source.report = self._note_reading
+        self.record = continue_from(source, job, resumed.data_before if resumed else None, self._smallest)
+        # A resumed run has other caches than before `continue_from`.
         for cache in source.caches:
             cache.on_wait = self._note_waiting
-        self.record = continue_from(source, job, resumed.data_before if resumed else None, self._smallest)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
         # The lists below have one element per hook.

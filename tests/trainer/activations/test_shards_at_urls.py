@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.remote_shards import URL, D, N, Requests, store_for_a_test, upload, write_shards
 
 from trainer.activations.open_source import continue_from, open_source
-from trainer.activations.shards import ShardCutError
+from trainer.activations.shards import ShardCutError, Shards
 from trainer.activations.training_data import IndexedData, open_data
 from trainer.contract import object_cache
 from trainer.contract.errors import JobFileError, UserError
@@ -277,3 +281,107 @@ def test_a_folder_of_a_hook_and_a_mixture_are_read_from_a_url(local: Path, tmp_p
         opened(path, hook="resid_post.3")[0] for path in (tmp_path / "of_hooks", "memory://bucket/of_hooks")
     )
     assert list(batches(ours, n=3)) == list(batches(others, n=3))
+
+
+def test_two_ranks_that_start_together_read_each_header_once(
+    local: Path, store: type[Requests], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without its lock, two threads act like two processes. A rank that replaced a header would replace a mapped file.
+    is_waiting, lock = threading.Event(), object_cache.try_lock
+
+    def try_lock(descriptor: int, **kwargs: bool) -> bool:
+        if not (is_free := lock(descriptor, **kwargs)):
+            is_waiting.set()
+        return is_free
+
+    monkeypatch.setattr(object_cache, "try_lock", try_lock)
+    monkeypatch.setattr(object_cache, "_refreshing", contextlib.nullcontext())
+    store.before_read = staticmethod(lambda name, first: is_waiting.wait(10))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: object_cache.refresh(Path(local_path(URL)), "data.path", lambda _: {}), range(2)))
+    assert sorted(name for name, *_ in store.reads if name.startswith("shard")) == sorted(
+        file.name for file in local.glob("shard*")
+    )
+
+
+def test_a_copy_that_another_job_removed_is_downloaded_and_mapped_again(local: Path) -> None:
+    expected = list(batches(opened(local, shuffle_shards=1)[0]))
+    data, _ = opened(URL, shuffle_shards=1)
+    found = list(batches(data, n=1))
+    folder = Path(local_path(URL))
+    whole = whole_files(folder)
+    # A file system without holes removes a file instead.
+    for file in folder.glob("shard*"):
+        if file.name not in whole:
+            object_cache._state_of(file, ".json").unlink()
+            file.unlink()
+    assert found + list(batches(data, 1, 29)) == expected
+
+
+def test_a_shard_that_is_needed_now_takes_the_room_of_a_later_one(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_cache, "PATIENCE_S", 5.0)
+    inspect_shards(URL)
+    files = sorted(Path(local_path(URL)).glob("shard*"))[:3]
+    cache = RowCache(files, "data.path", int(6 * 2**16 + 2.2 * SIZE))
+    cache.want(files[1:])
+    for file in files[1:]:
+        with cache.reading(file):
+            pass
+    cache.want(files)
+    for file in files:
+        with cache.reading(file):
+            assert file.read_bytes() == (local / file.name).read_bytes()
+    cache.close()
+
+
+def test_several_hooks_resume_with_caches_that_download(
+    local: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for hook in ("mlp_out.0", "mlp_out.1"):
+        upload(local, f"memory://bucket/hooks/{hook}")
+    _, record = opened("memory://bucket/hooks", hook=["mlp_out.0", "mlp_out.1"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    object_cache.forget_refreshed()
+    resumed, _ = opened("memory://bucket/hooks", before=record, hook=["mlp_out.0", "mlp_out.1"])
+    assert next(batches(resumed))
+    assert [cache.n_read > 0 for cache in resumed.caches] == [True, True]
+
+
+def test_numbers_next_to_the_rows_are_read_in_pieces_even_if_they_are_larger(
+    store: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_cache, "_PIECE", 2**16)
+    n, folder = 50_000, tmp_path / "narrow"
+    folder.mkdir()
+    save_file({"activations": torch.randn(n, 1), "place": torch.arange(n)}, folder / "0.safetensors")
+    upload(folder)
+    source = Shards(path=URL)
+    (places,) = source.places() or []
+    assert np.array_equal(places, np.arange(n))
+    assert torch.equal(source.rows(np.arange(n)), Shards(path=str(folder)).rows(np.arange(n)))
+    assert max(last - first for name, first, last in store.reads) <= 2**16
+
+
+def test_a_full_disk_and_a_foreign_header_are_reported_in_one_sentence(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[1,1],"data_offsets":[0]}}'
+    (folder := tmp_path / "bad").mkdir()
+    (folder / "0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2000))
+    upload(folder, "memory://bucket/bad")
+    with pytest.raises(JobFileError, match="is not a complete safetensors file"):
+        inspect_shards("memory://bucket/bad")
+    # The file does not keep the cache from making room.
+    data, _ = opened(URL, cache_gb=7 * SIZE / 1e9)
+    assert len(list(batches(data))) == 30
+    data.caches[0].close()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, url in (("pwrite", "memory://bucket/columns"), ("fsync", "memory://bucket/headers")):
+        upload(local, url)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(UserError, match=r"^data\.path: .*No space left on device"):
+                opened(url)

@@ -60,7 +60,13 @@ def test_a_run_that_lost_its_store_saves_its_last_step_and_resumes_exactly(
     saved = read_state(newest_first(tmp_path / "checkpoints")[0])
     assert 0 < saved.position.step == cut.position.step < 30
     store.before_read = staticmethod(lambda name, first: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty too"))
+    object_cache.forget_refreshed()
+    waits, note = list[float](), Trainer._note_waiting
+    monkeypatch.setattr(Trainer, "_note_waiting", lambda self, waited_s: (waits.append(waited_s), note(self, waited_s)))
     resumed = make_trainer(job, resume_from=tmp_path / "checkpoints")
     assert resumed.run()
+    # A resumed run, too, notices a stop while it waits.
+    assert waits
     expected, found = (one.learners[""].sae.state_dict() for one in (whole, resumed))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
