@@ -1,7 +1,7 @@
 """Encodes rows as int8 with one scale per 64 values, and decodes them; each dimension's mean is subtracted before.
 
-Without the mean, a dimension whose mean is large compared with its spread would set the scale of its group. An encoded
-row, uint8 [row_bytes], contains the int8 values and then the scales. It can be read, sent and copied like any other
+Without the mean, a dimension whose mean is large compared with its spread would set the scale of its group. A row of
+zeros, such as padding, has the scales -0, so that it stays a row of zeros. An encoded row, uint8 [row_bytes], contains the int8 values and then the scales. It can be read, sent and copied like any other
 row, and is decoded only on the device that uses it.
 """
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from trainer.contract.settings.rows import GROUP, INT8, row_bytes
 
 _LARGEST = 127
+# The bits of -0 in fp32.
+_NEGATIVE_ZERO = -(2**31)
 # The number of means that one byte can distinguish.
 MOST_MEANS = 256
 
@@ -22,11 +24,14 @@ MOST_MEANS = 256
 def encoded(rows: Tensor, mean: Tensor) -> Tensor:
     """Return rows [n, d] as uint8 [n, row_bytes]; a row with a NaN or an infinity is decoded as a row with NaNs.
 
+    Rows of zeros are decoded exactly.
+
     Every operation is rounded to nearest in fp32, so the bits do not depend on the device.
     """
     width = rows.shape[1]
     groups = torch.nn.functional.pad(rows.float() - mean, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
     scales = _rounded_up(groups.abs().amax(dim=2) / _LARGEST)
+    scales.masked_fill_(~rows.any(dim=1, keepdim=True), -0.0)
     # A group of equal values has the scale 0.
     values = (groups / scales.float().unsqueeze(2)).nan_to_num_(0, 0, 0).round_().to(torch.int8)
     return torch.cat([values.flatten(1)[:, :width].view(torch.uint8), scales.view(torch.uint8)], dim=1)
@@ -41,7 +46,8 @@ def decoded(rows: Tensor, mean: Tensor) -> Tensor:
     values[:, :whole].unflatten(1, (whole // GROUP, GROUP)).mul_(scales[:, : whole // GROUP, None])
     if whole < width:
         values[:, whole:].mul_(scales[:, -1:])
-    return values.add_(mean)
+    # The mean is multiplied by 0 for rows of zeros, and otherwise by 1, which does not change the sum's bits.
+    return values.addcmul_((scales[:, :1].view(torch.int32) != _NEGATIVE_ZERO).float(), mean)
 
 
 def scales_of(rows: Tensor, width: int) -> Tensor:
