@@ -73,10 +73,11 @@ def staged(job: ExtractJob) -> list[Path]:
     return list(job.local_output.glob("*/shard*"))
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize(("n_ranks", "dtype"), [(1, "auto"), (1, "int8"), (2, "int8")])
 def test_an_extraction_stopped_on_one_machine_continues_on_another(
-    job: ExtractJob, store: type[Writes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_ranks: int
+    job: ExtractJob, store: type[Writes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_ranks: int, dtype: str
 ) -> None:
+    job = job.replace("extract", dtype=dtype)
     remote, stop, most = at_url(job), threading.Event(), [0]
 
     def look(name: str) -> None:
