@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.contract.runs.data_record import DataRecord, cut_sentence
 from trainer.contract.settings.requests import RequestFile, RequestSettings
 from trainer.contract.settings.shards import NUMBERS, Shard, shards_at
 
-# The most files that are mapped at once; Linux allows a process 65,530 maps by default.
+# The most files that are mapped at once; Linux allows a process 65,530 maps by default. A map keeps its file open.
 _MOST_MAPS = 2**14
 
 
@@ -37,7 +38,9 @@ class RequestRows(IndexedSource):
         self.meta = read_json(self._root / "meta.json", dict[str, Any]) or {}
         dtypes = {DTYPES[one.dtype][1] for one in files}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and torch.float64 not in dtypes else torch.float32
-        self._mapped = functools.lru_cache(_MOST_MAPS)(_mapped)
+        most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        n_maps = _MOST_MAPS if most_open == resource.RLIM_INFINITY else min(_MOST_MAPS, most_open // 2)
+        self._mapped = functools.lru_cache(n_maps)(_mapped)
         self._number(files)
 
     def _number(self, files: Sequence[RequestFile]) -> None:

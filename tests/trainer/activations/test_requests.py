@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,23 @@ def test_a_run_on_requests_finds_the_texts_that_latents_fire_on(tmp_path: Path) 
     texts = [text for latent in card["latents"] for text in latent["texts"]]
     assert texts
     assert all(text["tokens"][text["at"]].startswith(" word") for text in texts)
+
+
+@pytest.mark.parametrize("tokens", [torch.arange(2.0), torch.zeros(1, 1, dtype=torch.int64)])
+def test_token_ids_that_are_not_one_whole_number_per_row_are_ignored(tmp_path: Path, tokens: Tensor) -> None:
+    save_file({"hidden_states": torch.ones(2, WIDTH), "token_ids": tokens}, tmp_path / "0.safetensors")
+    source = RequestRows(path=str(tmp_path))
+    assert source.n_tokens == 2
+    assert source.token_ids(np.arange(2)) is None
+
+
+def test_more_requests_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    for number in range(400):
+        save_file({"hidden_states": torch.full((1, WIDTH), float(number))}, tmp_path / f"{number:03}.safetensors")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    try:
+        rows = RequestRows(path=str(tmp_path)).rows(np.arange(400))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert rows[:, 0].tolist() == [*range(400)]

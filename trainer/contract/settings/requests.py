@@ -17,7 +17,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import convert_as
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.rows import DTYPE_BYTES, INT8
-from trainer.contract.settings.shards import TOKENS, HeaderTensor, read_header, shards_at
+from trainer.contract.settings.shards import NUMBERS, TOKENS, HeaderTensor, read_header, shards_at
 from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings
 from trainer.contract.wording import plural
 
@@ -49,6 +49,13 @@ class _Stored(msgspec.Struct, frozen=True):
     def n_tokens(self) -> int | None:
         """The number of tokens, or None if the file does not contain them."""
         return self.tokens.shape[0] if self.tokens and len(self.tokens.shape) == 1 else None
+
+    def ids_of(self, n_tokens: int) -> tuple[int, str] | None:
+        """Return the offset and the type of the token ids, or None unless there is a whole number for each row."""
+        if self.tokens is None or (dtype := NUMBERS.get(self.tokens.dtype)) is None:
+            return None
+        first, last = self.tokens.data_offsets
+        return (self.begin + first, self.tokens.dtype) if last - first == n_tokens * int(dtype[-1]) else None
 
     @property
     def fits(self) -> tuple[bool, bool]:
@@ -105,8 +112,7 @@ class RequestSettings(SourceSettings, frozen=True):
             offset, stride, n_tokens = begin + layer * shape[1] * width, width, shape[1]
         else:
             offset, stride, n_tokens = begin + layer * width, n_layers * width, shape[0]
-        tokens = (one.begin + one.tokens.data_offsets[0], one.tokens.dtype) if one.tokens else None
-        return RequestFile(one.file, offset, stride, n_tokens, shape[-1], one.states.dtype, tokens)
+        return RequestFile(one.file, offset, stride, n_tokens, shape[-1], one.states.dtype, one.ids_of(n_tokens))
 
     def _chosen(self, n_layers: int) -> int:
         if self.layer is None and n_layers > 1:
