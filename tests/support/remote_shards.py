@@ -49,11 +49,11 @@ class Requests(MemoryFileSystem):  # type: ignore[misc]
 
 def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[type[Requests]]:
     """Yield an empty store, with an empty cache folder and without waits between tries; end downloads afterwards."""
-    caches, begin = list[RowCache](), RowCache.__init__
+    opened, begin = list[RowCache](), RowCache.__init__
 
     def note(cache: RowCache, *args: Any, **kwargs: Any) -> None:
         begin(cache, *args, **kwargs)
-        caches.append(cache)
+        opened.append(cache)
 
     monkeypatch.setattr(RowCache, "__init__", note)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -64,9 +64,9 @@ def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[t
     fsspec.register_implementation("memory", Requests, clobber=True)
     object_cache.forget_refreshed()
     yield Requests
-    for cache in caches:
-        cache.close()
-    for thread in [thread for cache in caches for thread in cache._threads]:
+    for one in opened:
+        one.close()
+    for thread in [thread for one in opened for thread in one._threads]:
         thread.join()
     object_cache.forget_refreshed()
     fsspec.register_implementation("memory", MemoryFileSystem, clobber=True)

@@ -1,8 +1,9 @@
 """Encodes rows as int8 with one scale per 64 values, and decodes them; each dimension's mean is subtracted before.
 
 Without the mean, a dimension whose mean is large compared with its spread would set the scale of its group. A row of
-zeros, such as padding, has the scales -0, so that it stays a row of zeros. An encoded row, uint8 [row_bytes], contains the int8 values and then the scales. It can be read, sent and copied like any other
-row, and is decoded only on the device that uses it.
+zeros, such as padding, has the scales -0, so that it stays a row of zeros. An encoded row, uint8 [row_bytes], contains
+the int8 values and then the scales. It can be read, sent and copied like any other row, and is decoded only on the
+device that uses it.
 """
 
 from __future__ import annotations

@@ -78,7 +78,10 @@ def _choose_window(source: IndexedSource, settings: SourceSettings) -> None:
     if not isinstance(settings, ShardSettings):
         return
     n_shards = len(source.shard_starts)
-    if settings.shuffle_shards is not None and n_shards:
+    if settings.shuffle_shards is not None:
+        if not n_shards:
+            message = f"{source.place} cannot be used in windows, only the shards of one folder; leave it out"
+            raise UserError(f"data.shuffle_shards: {message}")
         use_window(source, settings.shuffle_shards)
         return
     size, limit = sum(cache.n_bytes for cache in source.caches), cache_limit(settings.cache_gb) if source.caches else 0

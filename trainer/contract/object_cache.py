@@ -323,7 +323,8 @@ class RowCache:
 
     def _download(self, file: Path) -> None:
         copy, store = self._copies[file], self._stores[file.parent]
-        self._refuse_change(file)
+        if not self._is_current(file):
+            raise self._of_change(file)
         digest = hashlib.sha256()
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -331,7 +332,7 @@ class RowCache:
             for first in range(0, copy.size, _PIECE):
                 piece = store.read(file.name, first, last := min(first + _PIECE, copy.size))
                 if len(piece) != last - first:
-                    raise self._of_change(file)
+                    raise self._of_mixture(file)
                 _write_at(descriptor, piece, first)
                 digest.update(piece)
                 with self._changed:
@@ -340,17 +341,22 @@ class RowCache:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        if not self._is_current(file):
+            raise self._of_mixture(file)
         if copy.sha256 and digest.hexdigest() != copy.sha256:
             raise UserError(
                 f"{self._field}: {store.url}/{file.name} has another SHA-256 than meta.json records; upload it again"
             )
-        self._refuse_change(file)
         _write_copy(file, msgspec.structs.replace(copy, holds="rows"))
 
-    def _refuse_change(self, file: Path) -> None:
+    def _is_current(self, file: Path) -> bool:
         copy = self._copies[file]
-        if self._stores[file.parent].facts(file.name) != ObjectFacts(copy.size, copy.version):
-            raise self._of_change(file)
+        return self._stores[file.parent].facts(file.name) == ObjectFacts(copy.size, copy.version)
+
+    def _of_mixture(self, file: Path) -> UserError:
+        # The header and the columns, too, may be of another version, even if this version is restored.
+        _write_copy(file, msgspec.structs.replace(self._copies[file], version="", holds="header"))
+        return self._of_change(file)
 
     def _of_change(self, file: Path) -> UserError:
         place = f"{self._stores[file.parent].url}/{file.name}"

@@ -24,6 +24,7 @@ from trainer.contract import object_cache
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.object_cache import RowCache, copy_of
 from trainer.contract.object_paths import local_path
+from trainer.contract.object_store import ObjectStore
 from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.shards import inspect_shards
@@ -385,3 +386,37 @@ def test_a_full_disk_and_a_foreign_header_are_reported_in_one_sentence(
             patch.setattr(os, name, full)
             with pytest.raises(UserError, match=r"^data\.path: .*No space left on device"):
                 opened(url)
+
+
+def test_a_shard_that_changed_during_its_download_and_was_restored_is_read_anew(
+    local: Path, store: type[Requests], tmp_path: Path
+) -> None:
+    opened_before, _ = opened(local)
+    name, place = "shard-00007.safetensors", "/bucket/acts/h/shard-00007.safetensors"
+    inspect_shards(URL)
+    before = store.store[place]
+    # The other version has a longer header.
+    others = {f"{number}": torch.zeros(1) for number in range(200)}
+    save_file({"activations": torch.ones(N, D), **others}, tmp_path / name)
+    ObjectStore(URL, "data.path").put(tmp_path / name, name)
+    after = store.store[place]
+    store.store[place] = before
+
+    def swap(read: str, first: int) -> None:
+        if read == name:
+            store.store[place] = after
+
+    file = Path(local_path(URL)) / name
+    cache = RowCache([file], "data.path", 10**9)
+    store.before_read = staticmethod(swap)
+    with pytest.raises(UserError, match="has changed since"), cache.reading(file):
+        pass
+    store.before_read, store.store[place] = staticmethod(lambda name, first: None), before
+    object_cache.forget_refreshed()
+    assert list(batches(opened(URL)[0], n=3)) == list(batches(opened_before, n=3))
+
+
+def test_a_window_over_several_folders_is_refused(local: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "other", 2)
+    with pytest.raises(UserError, match=r"^data\.shuffle_shards: .* only the shards of one folder"):
+        opened([str(local), str(tmp_path / "other")], shuffle_shards=1)
