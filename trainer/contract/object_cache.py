@@ -480,7 +480,7 @@ def _forget_others(folder: Path, names: Collection[str] | None) -> None:
 
 
 def _keep_header(store: ObjectStore, file: Path, facts: ObjectFacts, sha256: str) -> None:
-    if (known := copy_of(file)) and known.sha256 == sha256 and _is_copy(file, known, facts):
+    if (known := copy_of(file)) and _is_copy(file, known, facts) and (known.sha256 == sha256 or _is_in_use(file)):
         return
     in_use = f"{store.url}/{file.name} has changed, and another job still uses it"
     with _locked(_state_of(file, ".lock"), in_use if known else ""):
@@ -502,6 +502,14 @@ def _keep_header(store: ObjectStore, file: Path, facts: ObjectFacts, sha256: str
 
 def _is_copy(file: Path, copy: Copy, facts: ObjectFacts) -> bool:
     return (copy.size, copy.version) == facts and _size_of(file) == facts.size
+
+
+def _is_in_use(file: Path) -> bool:
+    descriptor = open_private(_state_of(file, ".lock"), 0)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _keep_columns(store: ObjectStore, file: Path) -> None:

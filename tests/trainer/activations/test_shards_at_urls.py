@@ -420,3 +420,18 @@ def test_a_window_over_several_folders_is_refused(local: Path, tmp_path: Path) -
     write_shards(tmp_path / "other", 2)
     with pytest.raises(UserError, match=r"^data\.shuffle_shards: .* only the shards of one folder"):
         opened([str(local), str(tmp_path / "other")], shuffle_shards=1)
+
+
+def test_a_job_starts_while_another_uses_shards_whose_sums_are_new(
+    store: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_cache, "_CHANGED_FOR_S", 0.1)
+    write_shards(tmp_path / "acts", has_sums=False)
+    upload(tmp_path / "acts")
+    ours, _ = opened(URL)
+    found = list(batches(ours, n=3))
+    # The extraction ends, so that its meta.json appears.
+    write_shards(tmp_path / "acts")
+    ObjectStore(URL, "data.path").put(tmp_path / "acts" / "meta.json", "meta.json")
+    object_cache.forget_refreshed()
+    assert list(batches(opened(URL)[0], n=3)) == found
