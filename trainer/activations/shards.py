@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
+import resource
 import shutil
 import tempfile
 import warnings
@@ -30,7 +32,7 @@ from trainer.contract.runs.data_record import DataRecord, cut_sentence
 from trainer.contract.settings.rows import INT8, row_bytes
 from trainer.contract.settings.shards import PLACE, TOKENS, Shard, ShardSet, numbers_in
 from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
-from trainer.contract.wording import gibibytes, join_words
+from trainer.contract.wording import gibibytes, join_words, plural
 
 Bytes = NDArray[np.uint8]
 # The numpy and torch dtypes for each stored dtype. Two-byte values are read as integers and reinterpreted by torch,
@@ -94,9 +96,19 @@ class Shards(IndexedSource):
             of_targets = {"hook_name": "hook_name_out", "output_module": "output_module_out", "mean": "mean_out"}
             self.meta |= {ours: meta.get(theirs) for theirs, ours in of_targets.items()}
         self._cache_gb = cache_gb
+        _allow_open_files()
         self._map(self._sets, self._target_sets)
 
     def _map(self, sets: list[ShardSet], targets: list[ShardSet] | None) -> None:
+        try:
+            self._map_all(sets, targets)
+        except OSError as error:
+            n_files = sum(len(one.shards) for one in sets)
+            cure = "raise the limit on open files (`ulimit -n 65536`)" if error.errno == errno.EMFILE else "check them"
+            message = f"the {plural(n_files, 'shard')} of {self.place} cannot be opened: {error.strerror}; {cure}"
+            raise JobFileError([Problem("data.path", message)]) from None
+
+    def _map_all(self, sets: list[ShardSet], targets: list[ShardSet] | None) -> None:
         cache = self._cache([shard.file for one in (*sets, *(targets or ())) for shard in one.shards])
         self.texts, alone = _texts_of(sets, self.split_sizes), self.run == 1
         self.usual_hold_out = "texts" if self.texts else "rows" if self.run > 1 else "blocks"
@@ -328,6 +340,13 @@ class _Mapped:
             np.take(rows, places, axis=0, out=into.view(torch.uint8).numpy().view(rows.dtype), mode="clip")
         else:
             into.copy_(torch.from_numpy(rows[places]).view(dtype))
+
+
+def _allow_open_files() -> None:
+    """Raise this process's limit on open files as far as possible, because a shard may need three of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:

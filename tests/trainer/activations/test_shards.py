@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -150,3 +151,21 @@ def test_metadata_is_read_and_a_malformed_metadata_file_is_ignored(activations: 
 def test_the_error_for_a_missing_folder_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match=r"data\.path: there is nothing at"):
         Shards(path=str(tmp_path / "gone"))
+
+
+def test_more_shards_than_a_process_may_open_are_read_or_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(300):
+        np.save(tmp_path / f"{number:03}.npy", np.full((1, 2), number, np.float32))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        assert Shards(path=str(tmp_path)).rows(np.arange(300))[:, 0].tolist() == [*range(300)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        with pytest.raises(JobFileError, match=r"^data\.path: the 300 shards of .* Too many open files; .*`ulimit -n"):
+            Shards(path=str(tmp_path))
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
