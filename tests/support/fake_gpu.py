@@ -25,7 +25,7 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.optimizers import AdamSettings
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, local_shard
+from trainer.parallel.group import Group, local_shard, wide_dtype
 from trainer.saes.kernels import buffer_sizer, reused_buffer
 
 CPU = torch.device("cpu")
@@ -42,6 +42,13 @@ class OtherInterpreter(Group):
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor.new_empty(self.size, *tensor.shape)
+
+    def part_of_sum(self, tensor: Tensor) -> Tensor:
+        own = local_shard(tensor, self)
+        parts = self.gather(own) if (dtype := wide_dtype(tensor)) != tensor.dtype else None
+        total = torch.empty_like(own, dtype=dtype)
+        del parts
+        return total
 
     def to_owners(self, tensor: Tensor) -> Tensor:
         return self.gather(local_shard(tensor, self))

@@ -42,9 +42,9 @@ class ByHost(SharedRanks):
     The tensors are copied to the host, because PyTorch cannot add tensors on different devices.
     """
 
-    def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
+    def _sum(self, blocks: list[Tensor], total: Tensor) -> None:
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
-            part = own[piece]
+            part = total[piece].copy_(blocks[self.index][piece])
             for rank in range(self.size):
                 if rank != self.index:
                     part += places[rank, : len(part)].to(part.device)

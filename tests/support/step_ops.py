@@ -28,7 +28,7 @@ from trainer.training.learner import Learner
 # Operations that launch no kernel.
 _FREE = {
     "new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided", "detach", "lift_fresh", "alias", "set_",
-    "_record_function_enter_new", "_record_function_exit", "device",
+    "_record_function_enter_new", "_record_function_exit", "device", "_unsafe_view", "promote_types",
 }  # fmt: skip
 # The host waits for the results of these operations.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}

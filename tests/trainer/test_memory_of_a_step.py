@@ -45,8 +45,8 @@ class SparseKernels:
     SumBuffers = triton_sparse.SumBuffers
 
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
-        return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *others: Any) -> Tensor:
+        return rows.new_empty(len(starts), rows.shape[1], dtype=others[-1])
 
     @staticmethod
     def sum_by_latent(

@@ -204,10 +204,16 @@ class DistributedGroup(Processes):
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
         if not self._adds_parts(tensor):
             return super().part_of_sum(tensor), []
-        whole = wide(tensor).contiguous()
-        own = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
+        whole = tensor.contiguous()
+        own = whole.new_empty(len(whole) // self.size, *whole.shape[1:], dtype=wide_dtype(whole))
+        if whole.dtype == own.dtype:
+            with exchanging(self._waiting):
+                return own, [_reduce_scatter(own, whole, group=self._group, async_op=True)]
+        # A reduce-scatter would also round its sums to 16 bits; received parts can be summed in fp32.
+        parts = whole.new_empty(self.size, *own.shape)
         with exchanging(self._waiting):
-            return own, [_reduce_scatter(own, whole, group=self._group, async_op=True)]
+            transfer = dist.all_to_all_single(parts.flatten(0, 1), whole, group=self._group, async_op=True)
+        return own, [_SumOfParts(own, parts, transfer)]
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         even, others = split_by(self._has_even_parts, tensors)
@@ -326,6 +332,18 @@ class _PackedSum(NamedTuple):
         self.pack.unpack()
 
 
+class _SumOfParts(NamedTuple):
+    """A transfer of all ranks' parts [size, n_own, ...], and the output buffer for their sum [n_own, ...]."""
+
+    own: Tensor
+    parts: Tensor
+    transfer: Any
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        torch.sum(self.parts, 0, dtype=self.own.dtype, out=self.own)
+
+
 def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
     """View contiguous tensors as bytes if their dtypes differ, because coalesced transfers need a single dtype."""
     is_needed = len({tensor.dtype for tensor in tensors}) > 1
@@ -370,7 +388,20 @@ def _reason(words: str) -> str:
 
 def wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Convert a tensor to the dtype for sums: fp32, or its own dtype if that is wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
+    return tensor.to(wide_dtype(tensor), copy=copy)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def part_dtype(read_in: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which ranks send parts of a sum whose gradient they gather in `read_in`; None: fp32 or wider.
+
+    Ranks send bfloat16 only if the products' factors were rounded to bfloat16 as well, since the errors have the same
+    size. float16 could overflow.
+    """
+    return read_in if read_in == torch.bfloat16 else None
 
 
 def sum_of(tensor: Tensor, group: Group) -> Tensor:
@@ -425,9 +456,10 @@ def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
     """Reduce-scatter: return this rank's rows of the sum over the group; ranks can then share later work on the rows.
 
-    Ranks send fp32, because their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit matmul,
-    depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by
-    default the gradient's own dtype. The dtype `read_in` must be the same on all ranks.
+    The backward pass all-gathers the gradient in the dtype `read_in`, by default the gradient's own dtype. Ranks send
+    in `part_dtype(read_in)`, not in the dtype of `tensor`, because their dtypes may differ: each rank chooses a dense
+    16-bit or a sparse 32-bit matmul, depending on its number of active latents. The dtype `read_in` must be the same on
+    all ranks.
     """
     if group.size == 1:
         return tensor
@@ -439,7 +471,7 @@ class _PartSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, read_in: torch.dtype | None) -> Tensor:
         ctx.group, ctx.n_rows, ctx.read_in = group, len(tensor), read_in
-        return group.part_of_sum(wide(tensor))
+        return group.part_of_sum(wide(tensor) if (sent := part_dtype(read_in)) is None else tensor.to(sent))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -69,7 +69,12 @@ def test_any_number_of_rows_is_gathered_from_each_rank_that_takes_part() -> None
     assert nobody == [[], []]
 
 
-def test_ranks_with_dense_and_sparse_matmuls_send_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("read_in", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_ranks_with_dense_and_sparse_matmuls_send_the_same_dtype(
+    read_in: torch.dtype | None, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[torch.dtype] = []
     part_of_sum = Threads.part_of_sum
 
@@ -82,12 +87,13 @@ def test_ranks_with_dense_and_sparse_matmuls_send_the_same_dtype(monkeypatch: py
 
     def summed(group: Threads) -> tuple[torch.Tensor, torch.Tensor]:
         x_hat = torch.full((4, 3), 1.5, dtype=dtypes[group.index], requires_grad=True)
-        part = reduce_scatter(x_hat, group)
+        part = reduce_scatter(x_hat, group, read_in)
         part.sum().backward()
         assert x_hat.grad is not None
         return part.detach(), x_hat.grad
 
     for index, (part, grad) in enumerate(on_all(2, summed, 20.0)):
         assert torch.equal(part, torch.full((2, 3), 3.0))
+        assert part.dtype == torch.float32
         assert torch.equal(grad, torch.ones(4, 3, dtype=dtypes[index]))
-    assert sent == [torch.float32] * 2
+    assert sent == [expected] * 2

@@ -190,12 +190,11 @@ class _Dense(_StepSizes):
         middle = self.matrix * (1 + n_weights * self.product / 4)
         late = 4 * self.n_own * self.d_in + self.matrix * (1 + n_weights)
         # If ranks share latents, bf16 gradients are converted to fp32 only after the reconstruction gradient is freed.
-        first = max(middle + self.summed(), late if self.sharing == 1 or self.product == 4 else 0)
+        first = max(middle + self.summed() * self.product / 4, late if self.sharing == 1 or self.product == 4 else 0)
         phases = (
             self.entry.dense_matrices * latents + middle,
             (2.5 + self.product / 8) * latents + first,
-            # 16-bit reconstructions and their gradient are both sent as fp32 copies.
-            2 * latents + middle + (3 * self.summed() if self.product == 2 else 0),
+            2 * latents + middle + (self.summed() if self.product == 2 else 0),
             2 * latents + late,
         )
         return self.rows + 4 * self.own_tokens * self.width + max(phases)
@@ -271,9 +270,10 @@ class _SparseArchitecture(_StepSizes):
         no outputs, only errors, and gradients in the matmul dtype.
         """
         by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
-        n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
+        n_times = 1 + self.product / 4 if by_kernels else 1 + 1 / self.sharing
         levels = 4 * self.n_tokens * self.n_prefixes * self.width * n_times
-        beside = 4 * self.n_tokens * self.width * (self.n_prefixes > 0 and self.sharing == 1)
+        # Ranks that share latents keep x_hat and its error for their own tokens.
+        beside = 4 * self.own_tokens * self.width * (self.n_prefixes > 0) * (1 + (self.sharing > 1))
         explained = self.of_auxk + self.of_explained if learns else 0
         return self.rows + levels + beside + self.narrow * self.width + self.entries + explained
 
@@ -295,7 +295,9 @@ class _SparseArchitecture(_StepSizes):
 
     def decode_backward(self) -> float:
         """Return the memory used to compute the W_dec gradient from the reconstruction gradient for all tokens."""
-        of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * (4 + 2 * (self.product == 2))
+        # A GPU receives the gradient in the matmul dtype; a CPU converts its fp32 gradient.
+        of_value = self.product if self.work.device == "cuda" else 4 + 2 * (self.product == 2)
+        of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * of_value
         explained = self.of_auxk + self.of_explained
         # Sorting entries by latent adds a quarter of their size.
         made = of_output + 1.25 * self.entries + self.matrix + self.narrow * self.width
@@ -327,8 +329,7 @@ class _SparseArchitecture(_StepSizes):
     def _wide(self) -> float:
         """Return the size of reconstructions and errors.
 
-        A sum over ranks is in fp32 and coexists in memory with its addends. Tensors computed later contain only the
-        rank's own tokens.
+        A sum over ranks coexists in memory with its addends. Tensors computed later contain only the rank's own tokens.
         """
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)

@@ -245,9 +245,11 @@ def _exchanges_of_one(work: Workload, member: JobConfig) -> Iterator[_Exchange]:
         yield _Exchange(of_all, 1, _ring(of_all) * 4 * memory.n_skip(work, sae), 0, in_levels=True)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
-        # Reconstructions are summed in fp32; a GPU gathers their gradient in the matmul dtype.
+        # A GPU sends parts of reconstructions in bf16 if the matmuls use it, and gathers their gradient in the matmul
+        # dtype. CPU ranks send fp32.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
-        n_bytes = _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
+        of_part = 2 if work.device == "cuda" and work.precision == "bf16" else 4
+        n_bytes = _ring(sharing) / 2 * (of_part + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
         # For each candidate, one byte is returned.
         candidates = tokens * activation_memory.candidates_of_token(work, sae)
         n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)

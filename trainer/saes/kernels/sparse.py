@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.group import Group, all_gather, reduce_scatter
+from trainer.parallel.group import Group, all_gather, part_dtype, reduce_scatter
 from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
@@ -68,12 +68,13 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, indices: SparseIndices, group: Group, n_levels: int) -> Tensor:
         # Under autocast, use 16-bit rows: they halve the number of bytes that a GPU gathers, and fit better into its
-        # cache. Sums are in fp32 in any case.
+        # cache. Additions are in fp32 in any case.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
         ctx.indices, ctx.W_dec, ctx.group = indices, W_dec, group
-        decoded = bag_sums(values, indices.latents, indices.starts, rows, indices.filled)
+        sent = part_dtype(gradient_dtype(W_dec)) if group.size > 1 else None
+        decoded = bag_sums(values, indices.latents, indices.starts, rows, indices.filled, sent)
         decoded = decoded.view(-1, n_levels, decoded.shape[1]) if n_levels else decoded
         ctx.n_tokens = len(decoded)
         if group.size == 1:
@@ -262,17 +263,25 @@ def _summed(
     return summed
 
 
-def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
+def bag_sums(
+    values: Tensor,
+    indices: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    filled: Filled | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the sum of values[i] · rows[indices[i]] over each bag, [n_bags, d]; bag b starts at entry `starts[b]`.
 
-    The sums are fp32 or wider, and the order of the additions is fixed. Entries beyond the `filled` ones must have the
-    value 0.
+    The sums are computed in fp32 or wider, and returned in `dtype` if given. The order of the additions is fixed.
+    Entries beyond the `filled` ones must have the value 0.
     """
     if triton := SPARSE_PRODUCTS.on(rows):
-        sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled)
+        sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled, dtype or torch.float32)
         return sums
     # Padding entries add 0 to the last bag.
-    return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
+    summed = F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
+    return summed if dtype is None else summed.to(dtype)
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: SparseIndices) -> Tensor:

@@ -48,15 +48,22 @@ DENSE_BYTES = 20 * 10**6
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
-def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
-    """Return the sum of values[i] · rows[indices[i]] over each bag, fp32 [n_bags, d].
+def bag_sums(
+    values: Tensor,
+    indices: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    filled: Filled | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the sum of values[i] · rows[indices[i]] over each bag, in `dtype` [n_bags, d]; additions are in fp32.
 
     Bag b starts at entry `starts[b]`. The order of the additions is fixed. Entries beyond the `filled` ones belong to
     no bag.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
-    out = rows.new_empty(n_bags, n_columns, dtype=torch.float32)
+    out = rows.new_empty(n_bags, n_columns, dtype=dtype)
     shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=4, most=32), n_columns, n_bags)
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
@@ -235,6 +242,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     of_both = (n, 48), (1, WIDEST + VECTOR)
     are_right = [_sums_of_latents_are_right(device, dtype, *of_one) for of_one in of_both]
     are_right += [bool((weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all())]
+    are_right += [torch.equal(bag_sums(values, zeros, starts, rows, dtype=dtype), sums.to(dtype))]
     if not (sums == n).all() or not (products == 16).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
 

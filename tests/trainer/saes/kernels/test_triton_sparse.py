@@ -42,6 +42,8 @@ def test_every_kernel_compiles_for_a_gpu(
     types |= dict.fromkeys((outputs | wide) & types.keys(), "*fp32")
     types |= dict.fromkeys({"indices", "tokens", "order", "starts", "latents", "n_filled"} & types.keys(), "*i64")
     types |= dict.fromkeys({"rows", "dense"} & types.keys(), f"*{element}")
+    if name == "_sum_bags":
+        types["out"] = f"*{element}"
     options: dict[str, Any] = kernels._tile(32, 768, 4096)
     if name == "_weigh_rows":
         options = dict(kernels._WEIGHED)
