@@ -122,6 +122,7 @@ NEEDS_NO_JOBS = (
     "sae_tui.gpu.base",
     "sae_tui.jobs",
     "sae_tui.settings",
+    "trainer.contract.object_store",
     "trainer.contract.prctl",
     "trainer.contract.runs",
     "trainer.contract.settings.catalog",
@@ -132,6 +133,7 @@ NEEDS_NO_PLAN = (
     "sae_tui.cli_commands.past",
     "sae_tui.jobs.detach",
     "sae_tui.jobs.launch",
+    "trainer.contract.object_store",
     "trainer.contract.planning.check_job",
     "trainer.contract.settings.extract",
 )

@@ -7,13 +7,11 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-
-import msgspec
+from typing import NamedTuple, TypeVar
 
 from trainer.contract.answers.interaction import MOST_GENERATED, MOST_TEMPERATURE
 from trainer.contract.errors import UserError
-from trainer.contract.object_store import is_url
+from trainer.contract.object_paths import is_url
 
 V = TypeVar("V")
 
@@ -148,7 +146,7 @@ MOST_IN_ARRAY = 1000
 _INDEX = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
-class ArraySpec(msgspec.Struct, frozen=True):
+class ArraySpec(NamedTuple):
     """The indices of an array's jobs, and how many jobs may run at once; None means no limit."""
 
     indices: tuple[int, ...]
@@ -174,7 +172,7 @@ def _indices(part: str) -> range | None:
     return range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
 
 
-class CardName(msgspec.Struct, frozen=True):
+class CardName(NamedTuple):
     """A report card: its number, or None for the current one; `job_id` is None for the command's own job."""
 
     job_id: int | None
@@ -192,7 +190,7 @@ def card_name(text: str) -> CardName:
     return CardName(int(job) if job else None, int(number) if number else None)
 
 
-class Selector(msgspec.Struct, frozen=True):
+class Selector(NamedTuple):
     """Part of a selection: the ids from `first` to `last`, or all jobs with a tag."""
 
     first: int = 0
