@@ -22,7 +22,6 @@ from sae_tui.hosts.causes import Cause, no_connection, no_message
 from sae_tui.hosts.follower import FIRST_WAIT_S, LONGEST_WAIT_S, HostRefused, cut_if_silent, messages
 from sae_tui.hosts.link import Allowance, Link
 from sae_tui.hosts.protocol import (
-    LARGEST_FILE,
     MOST_CURVES,
     Curves,
     FilePart,
@@ -31,6 +30,7 @@ from sae_tui.hosts.protocol import (
     RunState,
     Stamp,
     UpToDate,
+    largest_file,
     short_lists,
 )
 from trainer.contract.errors import UserError, sentence
@@ -353,8 +353,8 @@ class CopiedFiles:
             return
         if part.offset != before or before + len(part.data) > part.total:
             raise ValueError("parts of a file that are out of order")
-        if part.total > LARGEST_FILE and not part.path.endswith(FEATURES):
-            raise ValueError(f"a file larger than {LARGEST_FILE >> 20} MiB")
+        if part.total > (largest := largest_file(part.path)) and not part.path.endswith(FEATURES):
+            raise ValueError(f"a file larger than {largest >> 20} MiB")
 
 
 def _begun(file: Path) -> Path:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from sae_tui.gpu.base import Condition, Degrees, GpuSample, Measured, columns
 from sae_tui.gpu.sensors import sensors_of
 from sae_tui.jobs.view.reader import JobView
-from trainer.contract.json_file import decode_as
+from trainer.contract.json_file import LARGEST, decode_as
 from trainer.contract.printable import printable, printable_json
 from trainer.contract.process import Pid
 from trainer.contract.store.job_store import RequestKind
@@ -33,9 +33,9 @@ MOST_SENSORS = 50  # per GPU
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that a message fits in one line
 _MOST_ITEMS = {"after": 100, "tags": 20, "gpu_ids": MOST_GPUS, "gpu_uuids": MOST_GPUS}  # in a job's lists
 # Limits for the details of one job: events and ranks per message, curve points per message, file bytes per message, the
-# size of a file, and the number of curves. A sweep of 64 SAEs has 2000 curves.
+# size of a file (see `largest_file`), and the number of curves. A sweep of 64 SAEs has 2000 curves.
 MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
-LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
+_LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
 MOST_CURVES, MOST_SAES, MOST_GONE = 5000, 200, 2000
 MOST_SEEDS, MOST_SPREADS = 100, 50  # per job
 
@@ -279,6 +279,14 @@ _STORED = (JobRow, Curves, RunState, FilePart, UpToDate)
 _FAR_FIELDS = frozenset(FarJob.__struct_fields__)
 # The sensors in a GPU list that are not `RemoteGpu` fields.
 OTHERS = frozenset(one.name for one in columns()) - frozenset(RemoteGpu.__struct_fields__)
+
+
+def largest_file(path: str) -> int:
+    """Return the maximum size in bytes of a job's file that is sent with its changes.
+
+    Files of lines, such as explanations, grow with the number of latents, and may be as large as on their own host.
+    """
+    return LARGEST if path.endswith(".jsonl") else _LARGEST_FILE
 
 
 def remote_gpu(sample: GpuSample, holder: str, use: str) -> RemoteGpu:

@@ -16,7 +16,6 @@ import msgspec
 from sae_tui.hosts.protocol import (
     LABEL,
     LARGEST_FEATURES,
-    LARGEST_FILE,
     LONGEST_LINE,
     LONGEST_TEXT,
     MOST_CURVES,
@@ -35,6 +34,7 @@ from sae_tui.hosts.protocol import (
     Stamp,
     UpToDate,
     fitted,
+    largest_file,
     line_size,
     short_lists,
 )
@@ -151,7 +151,7 @@ class SentJob:
     def _file(self, path: str, file: Path) -> Iterator[Message]:
         """Yield a file's content if it has changed; leave out links, and files that change while being read."""
         stamp = _stamp(file)
-        if stamp is None or stamp == self._sizes.get(path) or stamp[0] > LARGEST_FILE:
+        if stamp is None or stamp == self._sizes.get(path) or stamp[0] > largest_file(path):
             return
         if time.monotonic() < self._not_before.get(path, 0.0):
             return

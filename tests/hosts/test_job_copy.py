@@ -206,6 +206,16 @@ def test_explanations_are_copied_filtered_and_sent_again_only_at_a_limited_rate(
         assert [*features.explanations] == [0, 2]
 
 
+def test_explanations_of_many_latents_are_copied_completely(there: DataDir, tmp_path: Path) -> None:
+    there.sae(1).mkdir(parents=True)
+    line = {"latent": 0, "text": "kings", "problem": "x" * 290, "weights": "w"}
+    lines = [json.dumps(line | {"latent": latent}) for latent in range(30_000)]
+    size = (there.sae(1) / EXPLANATIONS).write_text("\n".join(lines))
+    assert size > 9 << 20
+    with followed(there, tmp_path) as follow:
+        assert (follow().sae(1) / EXPLANATIONS).stat().st_size == size
+
+
 def test_any_sae_of_a_sweep_is_copied_and_other_folders_are_left_out(there: DataDir, tmp_path: Path) -> None:
     label = "k=" + "3" * 253
     for name in (label, "no label", ".hidden", "line\nend"):
