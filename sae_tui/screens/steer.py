@@ -30,12 +30,17 @@ from trainer.contract.answers.interaction import (
     TextRead,
 )
 from trainer.contract.errors import UserError
+from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.features import Features
 
-_ABLATE, _ADD, _ONLY_GENERATED, _CHAT = "ablate", "adds", "only-generated", "chat"
-# The rows of the form: for each field, its id, name, width and initial value; then the id and name of each tick.
+_ABLATE, _ADD, _ONLY_GENERATED, _CHAT, _PART = "ablate", "adds", "only-generated", "chat", "part"
+# The rows of the form: for each field, its id, name, width and initial value; then the id and name of each tick. Only a
+# crosscoder has parts.
 _ROWS = (
-    ((("latents", "Latents", 0, ""), ("strength", "Strength", 6, "2")), ((_ABLATE, "ablate"), (_ADD, "add, not set"))),
+    (
+        (("latents", "Latents", 0, ""), ("strength", "Strength", 6, "2"), (_PART, "Part", 4, "all")),
+        ((_ABLATE, "ablate"), (_ADD, "add, not set")),
+    ),
     (
         (("tokens", "Tokens", 5, "30"), ("temperature", "Temperature", 5, "0"), ("seed", "Seed", 7, "0")),
         ((_ONLY_GENERATED, "only generated"), (_CHAT, "chat")),
@@ -91,6 +96,8 @@ class SteerScreen(ModelScreen):
         self._prompt, self._is_chat = prompt, is_chat
         self._n_asked, self._began, self._took_s = 0, 0.0, 0.0
         self._is_stopped = False
+        # The values that were refused; a late event about an earlier change must not remove the sentence about them.
+        self._refused: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield Label("", id="steer-title", markup=False)
@@ -101,6 +108,8 @@ class SteerScreen(ModelScreen):
                     fills = any(not width for _, _, width, _ in fields)
                     with Horizontal(classes="fields -fill" if fills else "fields"):
                         for name, words, width, value in fields:
+                            if name == _PART and not self.features.part_names:
+                                continue
                             yield Label(words, markup=False)
                             field = Input(value or str(self.latent), id=name, compact=True)
                             field.styles.width = width or "1fr"
@@ -159,11 +168,23 @@ class SteerScreen(ModelScreen):
             int(self._number("tokens", "Tokens", 1, MOST_GENERATED, whole=True)),
             self._number("temperature", "Temperature", 0, 100),
             int(self._number("seed", "Seed", 0, 2**63 - 1, whole=True)),
+            self._part(),
         )  # fmt: skip
 
     def _latents(self) -> tuple[Steered, ...]:
         strength = 0.0 if self._is_ticked(_ABLATE) else self._number("strength", "Strength", -math.inf, math.inf)
         return steered_in(self.query_one("#latents", Input).value, strength, self.features.n_latents)
+
+    def _part(self) -> int | None:
+        """Return the part of a crosscoder to change, or None for all parts and for other SAEs."""
+        names = self.features.part_names
+        text = self.query_one(f"#{_PART}", Input).value.strip().upper() if names else ""
+        if text in ("", "ALL"):
+            return None
+        letters = [letter(part) for part in range(len(names))]
+        if text not in letters:
+            raise FieldError(_PART, f"Part: enter {', '.join(letters)} or all")
+        return letters.index(text)
 
     def _is_ticked(self, name: str) -> bool:
         """Return whether a switch is on; a hidden one, for a model without a chat template, is off."""
@@ -185,28 +206,35 @@ class SteerScreen(ModelScreen):
     @on(Input.Changed)
     @on(Tick.Changed)
     def _field_changed(self) -> None:
-        self._show_about()
+        if self._values() != self._refused:
+            self._show_about()
 
     def _show_about(self, problem: str = "") -> None:
         """Say what activations the latents get and what they fire on, or why a field is refused."""
         line = self.query_one("#steer-about", Label)
         line.set_class(bool(problem), "-wrong")
+        self._refused = self._values() if problem else ()
         if not problem:
             problem = self._about()
         line.update(f" {problem}")
 
+    def _values(self) -> tuple[object, ...]:
+        return *(field.value for field in self.query(Input)), *(tick.value for tick in self.query(Tick))
+
     def _about(self) -> str:
         try:
-            latents = self._latents()
+            latents, part = self._latents(), self._part()
         except FieldError as error:
             return str(error)
         how = "+" if self._is_ticked(_ADD) else "→"
         known = ((one, self.feature(one.latent)) for one in latents)
-        return " · ".join(
+        changes = [
             f"{one.latent} {how} {one.strength * feature.largest:.2f}: {label(feature)}"
             for one, feature in known
             if feature
-        )
+        ]
+        of_part = [] if part is None else [f"only in {self.features.part_names[part]}"]
+        return " · ".join(of_part + changes)
 
     # The following methods show the state and the answer.
 

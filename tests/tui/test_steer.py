@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.features import OF_PARTS, features_file
 from support.model_screens import open_model, record_sae, requests, stubs, use_stub
 from support.tui import wait_until
 from textual.pilot import Pilot
@@ -22,6 +23,7 @@ from sae_tui.widgets.text_field import TextField
 from sae_tui.widgets.tick import Tick
 from trainer.contract.answers.interaction import Continued, Generated, MovedToken, Steered, TokenKl
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import FEATURES
 
 MakeApp = Callable[..., SaeApp]
 SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 40)])
@@ -235,6 +237,50 @@ def test_the_first_difference_is_marked_at_the_start_of_a_word() -> None:
     ended = answer_lines(Generated(" was", " was king", 2, (), ()), 40)
     assert drawn(ended)[:4] == ["WITHOUT STEERING", " was▸", "WITH STEERING", " was▸ king"]
     assert "WITH STEERING, the same" in drawn(answer_lines(Continued(" a", " a", 1), 40))
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 40)])
+async def test_the_part_of_a_crosscoder_can_be_chosen(
+    make_app: MakeApp, data: DataDir, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    for folder in data.root.glob("saes/*"):
+        (folder / FEATURES).write_bytes(features_file(**OF_PARTS))
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app, "plain", tmp_path)
+        part = screen.query_one("#part", Input)
+        await pilot.pause()
+        assert screen.region.contains_region(part.region)
+        assert screen.query_one("#latents").size.width >= 4
+        part.value = "c"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "Part: enter A, B or all" in about(screen))
+        assert app.focused is part
+        part.value = "b"
+        await wait_until(pilot, lambda: "only in chat · 0 → 8.00" in about(screen))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: len(requests(tmp_path)) == 1 and not screen.is_waiting)
+        part.value = "all"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: len(requests(tmp_path)) == 2)
+        assert [request["part"] for request in requests(tmp_path)] == [1, None]
+
+
+async def test_a_late_event_about_an_earlier_change_keeps_the_sentence_about_a_wrong_field(
+    make_app: MakeApp, tmp_path: Path
+) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, "plain", tmp_path)
+        seed = screen.query_one("#seed", Input)
+        seed.value = "1.5"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "Seed: enter a whole number" in about(screen))
+        screen.post_message(Input.Changed(seed, "1.5"))
+        await pilot.pause()
+        assert "Seed: enter a whole number" in about(screen)
+        seed.value = "15"
+        await wait_until(pilot, lambda: "Seed" not in about(screen))
 
 
 def test_kl_divergences_are_shaded_by_their_share_of_the_largest() -> None:
