@@ -169,7 +169,7 @@ class Extraction:
         self.model = model or LanguageModel(job, device)
         self._is_int8 = job.extract.dtype == "int8"
         self._dtype = DTYPES.get(job.extract.dtype, self.model.dtype)
-        self._stored_dtype = "int8" if self._is_int8 else str(self._dtype).removeprefix("torch.")
+        self._stored_dtype = "int8" if self._is_int8 else _name(self._dtype)
         self._refuse_other_dtype()
         folders = [job.folder(hook) for hook in job.model.hooks]
         rank = peers.rank if peers.size > 1 else None
@@ -221,6 +221,7 @@ class Extraction:
             locks.enter_context(RunLock(private_folder(self._folder)))
         self._state = part_state(self._job, self._peers.rank, self._peers.size)
         self._state.dtype = self._state.dtype or self._stored_dtype
+        self._state.computed = self._state.computed or _name(self.model.dtype)
         self._blocks.means = [torch.tensor(mean) for mean in self._state.means]
         write_state(self._folder, self._state)
         self._uploads.add([], self._folder, self._state)
@@ -229,11 +230,13 @@ class Extraction:
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
-        """Raise `UsageError` if the stored rows have a different dtype from the rows that this device computes."""
-        dtype = self._stored_dtype
-        if self._state.n_stored and self._state.dtype != dtype:
-            was = f"the shards in {self._output} contain {self._state.dtype}, but this device computes in {dtype}"
-            raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
+        """Raise `UsageError` if the stored rows were computed in a different dtype from the one on this device."""
+        state, own = self._state, _name(self.model.dtype)
+        # Stored rows do not show in which dtype they were computed if they are int8, or if `extract.dtype` is set.
+        if state.n_stored and (state.dtype != self._stored_dtype or state.computed not in ("", own)):
+            was = f"the shards in {self._output} were computed in {state.computed or state.dtype}, but this device"
+            remedy = "continue on the device that made them, or choose another folder"
+            raise UsageError(f"extract.output: {was} computes in {own}; {remedy}")
 
     def _read(self) -> bool:
         """Read until this process has all its rows or runs out of text; return False if it has to stop earlier."""
@@ -492,6 +495,10 @@ class Extraction:
 def share_of(n_tokens: int, rank: int, size: int) -> int:
     """Return the number of rows kept by process `rank` of `size`."""
     return n_tokens * (rank + 1) // size - n_tokens * rank // size
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _norms(rows: list[Tensor]) -> list[Tensor]:

@@ -26,8 +26,9 @@ class ExtractionState(msgspec.Struct):
 
     The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` is the number
     of rows before this batch that were excluded for each reason. At each hook, `limits` contains the largest allowed
-    norm, and `means` the mean subtracted from int8 rows. `dtype` is the rows' dtype. `lacking` is the number of rows
-    missing from a process's share because it has run out of text.
+    norm, and `means` the mean subtracted from int8 rows. `dtype` is the dtype of the stored rows, and `computed` the
+    one in which the model computed them, "" if an earlier version wrote this. `lacking` is the number of rows missing
+    from a process's share because it has run out of text.
     """
 
     job: dict[str, Any]
@@ -42,6 +43,7 @@ class ExtractionState(msgspec.Struct):
     n_ranks: int = 1
     lacking: int = 0
     means: list[list[float]] = []
+    computed: str = ""
 
     @property
     def n_stored(self) -> int:
@@ -114,6 +116,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         sums=sums,
         n_ranks=len(parts),
         means=next((part.means for part in parts if part.means), []),
+        computed=next((part.computed for part in parts if part.computed), ""),
     )
 
 

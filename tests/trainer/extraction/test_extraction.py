@@ -356,13 +356,17 @@ def test_int8_rows_are_the_encoded_rows_and_a_stopped_extraction_writes_the_same
         assert facts["int8_noise"] == pytest.approx(noise, rel=0.1)
 
 
-def test_a_stopped_extraction_does_not_continue_in_a_different_dtype(make: Make) -> None:
-    job = make()
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "int8"])
+def test_a_stopped_extraction_does_not_continue_in_a_different_dtype(make: Make, dtype: str) -> None:
+    job = make(dtype=dtype)
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
     # Pretend that the rows were extracted on a GPU, where another dtype would have been used.
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
-    was = r"^extract.output: the shards in .* contain bfloat16, but this device computes in float32; continue"
+    state = json.loads(file.read_text())
+    assert state["computed"] == "float32"
+    stored = {"dtype": "bfloat16"} if dtype == "auto" else {}
+    file.write_text(json.dumps(state | stored | {"computed": "bfloat16"}))
+    was = r"^extract.output: the shards in .* were computed in bfloat16, but this device computes in float32; continue"
     with pytest.raises(UsageError, match=was):
         run(job)
 
