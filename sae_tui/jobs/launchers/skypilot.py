@@ -23,6 +23,7 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import OneRank, RankStates
 from sae_tui.jobs.skypilot.client import (
     ANSWER_S,
+    END_S,
     LAUNCH_S,
     SkyAnswer,
     SkyCommand,
@@ -60,8 +61,11 @@ CANCELLED_WITHIN_S = 240.0
 LOG_ENDS_S = 20.0
 CANCEL_S = 30.0
 COPY_S = 4 * 3600.0
-# A machine is ended after this many idle minutes once its files are here, or if they are in a bucket.
+# A machine is ended after this many idle minutes once its files are here.
 IDLE_MINUTES = 15
+# Any other machine is stopped after this many idle minutes, which keeps its disk, because this computer may be off when
+# the job ends. Some clouds cannot stop machines.
+STOPS_AFTER_MINUTES = 60
 RENTED_FILE = "rented.json"
 # What is not needed to resume a run elsewhere: the SAE and the log are copied when it has finished, and the metrics are
 # here. The checkpoints are copied to the run's own folder.
@@ -257,14 +261,32 @@ class RentedAttempt(RankStates[RentedRank]):
             return
         self._launching = None
         if answer.failure:
+            self._abandon()
             self._fail(f"no machine was rented: {answer.failure}")
             return
         name = self._rented.name
-        if self._spec.attempt > 1:
-            # After an earlier attempt, the machine may be about to end.
-            self._requests.append(("autostop", sky(["autostop", name, "--yes", "--cancel"])))
+        # After an earlier attempt, the machine may be about to end; this replaces that schedule.
+        self._requests.append(("autostop", sky(["autostop", name, "--yes", "-i", str(STOPS_AFTER_MINUTES)])))
         view = f"`sae-tui --host {name}` shows its GPUs, `ssh {name}` opens a shell"
         self._tell("rented", f"has the machine {name}; {view}, and `sae-tui down {self._job_id}` ends it")
+
+    def _abandon(self) -> None:
+        """Have SkyPilot end the machine of a launch that failed or was given up.
+
+        SkyPilot keeps machines whose setup failed, and its server completes a launch after its client is killed. A
+        machine from an earlier attempt may have the only checkpoint, so it is only stopped, once it is idle.
+        """
+        name = self._rented.name
+        is_new = self._spec.attempt == 1
+        words = ["down", "--yes", name] if is_new else ["autostop", name, "--yes", "-i", str(STOPS_AFTER_MINUTES)]
+        try:
+            # Nothing waits for this command, because the supervisor exits now.
+            sky(words, END_S)
+        except SkyError as error:
+            note(f"ending {name}: {error}")
+            return
+        how = "end its machine" if is_new else "stop its machine when it is idle"
+        self._tell("cost", f"SkyPilot is asked to {how} {name}, in case there is one; `sky status` shows it")
 
     # The methods below follow the job on the machine.
 
@@ -395,7 +417,13 @@ class RentedAttempt(RankStates[RentedRank]):
                     self._refused(what, answer.last_line or "ssh did not answer")
 
     def _refused(self, what: str, why: str) -> None:
-        if what in ("cancel", "autostop"):
+        if what == "autostop":
+            idle = f"its machine {self._rented.name} keeps running when it is idle, because it cannot be stopped"
+            self._tell(what, f"{idle} ({why.rstrip('.')}); `sae-tui down {self._job_id}` ends it", "warning")
+            if self._spec.attempt > 1:
+                self._requests.append(("keep", sky(["autostop", self._rented.name, "--yes", "--cancel"])))
+            return
+        if what in ("cancel", "keep"):
             note(f"sky {what}: {why}")
             return
         self._tell(what, f"its trainer on {self._rented.name} could not be asked to {what}: {why}", "warning")
@@ -420,7 +448,8 @@ class RentedAttempt(RankStates[RentedRank]):
         if self._launching:
             self._launching.kill()
             self._launching = None
-            self._fail(f"was killed while SkyPilot looked for a machine; `sae-tui down {self._job_id}` ends it")
+            self._abandon()
+            self._fail("was killed while SkyPilot looked for a machine")
         elif self._is_copying:
             self._end_copies("was killed")
         elif self._rented.job_id is None:
@@ -533,7 +562,8 @@ class RentedAttempt(RankStates[RentedRank]):
                 later = f"its machine {name} ends after {IDLE_MINUTES} idle minutes"
                 self._tell("cost", f"{later} (`sky autostop --cancel {name}` keeps it); cost: {cost_of(name)}")
                 return
-        self._tell("cost", f"its machine {name} is still rented; {command}; cost: {cost_of(name)}", "warning")
+        later = "it is stopped when it is idle, if its cloud can do that"
+        self._tell("cost", f"its machine {name} is still rented; {later}; {command}; cost: {cost_of(name)}", "warning")
 
     def describe(self) -> str:
         return f"its job is {self._state or 'not known'} on {self._rented.name}"

@@ -14,7 +14,7 @@ from sae_tui.jobs.launchers import skypilot
 from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.skypilot import RentedAttempt, cancel_left_behind, read_rented
 from sae_tui.jobs.skypilot import client
-from sae_tui.jobs.skypilot.task import Task
+from sae_tui.jobs.skypilot.task import Task, machine_name
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
@@ -24,6 +24,9 @@ from trainer.contract.settings.job_file import any_job_of, dump_job
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.rows import Job
+
+# Words of `sky autostop` after the name: a machine that has been idle for an hour is stopped, and keeps its disk.
+STOPS = ["--yes", "-i", "60"]
 
 
 @pytest.fixture
@@ -79,6 +82,11 @@ class Rental:
         return attempt
 
     @property
+    def name(self) -> str:
+        """The name of the machine."""
+        return machine_name(self.paths.root, self.job.name)
+
+    @property
     def told(self) -> str:
         return "\n".join(event.message for event in self.control.events(self.job_id))
 
@@ -106,6 +114,13 @@ class Rental:
         return len(self.points()) if self.paths.metrics_db.exists() else 0
 
 
+def wait_for(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def rental(sky: Sky, tmp_path: Path) -> Iterator[Callable[[AnyJob], Rental]]:
     made: list[Rental] = []
@@ -131,7 +146,7 @@ def test_a_stopped_run_continues_on_another_machine_with_its_curves_and_sae(sky:
     stopped_at = position_of(newest_whole(run.paths.checkpoints)).step
     assert stopped_at > 30
     assert stored_run(run.paths.root).position.step == stopped_at
-    assert sky.asked("autostop")[0][1:] == ["--yes", "--down", "-i", "15"]
+    assert [words[1:] for words in sky.asked("autostop")] == [STOPS, ["--yes", "--down", "-i", "15"]]
     assert "cost: $1.23 so far" in run.told
     sky.take_back()
 
@@ -143,9 +158,20 @@ def test_a_stopped_run_continues_on_another_machine_with_its_curves_and_sae(sky:
     assert points[-1] < 1_000_000
     assert {*range(10, points[-1], 10)} <= {*points}
     assert (run.data.sae(run.job_id) / "cfg.json").exists()
-    assert sky.asked("autostop")[1][1:] == ["--yes", "--cancel"]
+    assert sky.asked("autostop")[2][1:] == STOPS
     assert not sky.asked("cancel")
     assert not sky.asked("down")
+
+
+def test_an_event_reports_a_machine_that_cannot_be_stopped_when_it_is_idle(sky: Sky, rental) -> None:
+    sky.fault("autostop", output="NotSupportedError: Stopping spot instances is not supported on AWS.")
+    run = rental(command("sleep 1000"))
+    attempt = run.start()
+    run.until(attempt, lambda: "keeps running when it is idle" in run.told)
+    assert "(NotSupportedError: Stopping spot instances is not supported on AWS);" in run.told
+    assert "`sae-tui down 1` ends it" in run.told
+    attempt.end()
+    run.until_ended(attempt)
 
 
 def test_a_program_runs_there_and_its_exit_code_comes_back(rental) -> None:
@@ -163,8 +189,9 @@ def test_a_stopped_program_gets_sigterm_and_its_machine_is_kept(sky: Sky, rental
     attempt.ask_to_stop()
     assert run.until_ended(attempt)[0] == EXIT_STOPPED
     assert attempt.how() == "was cancelled"
-    assert not sky.asked("autostop")
-    assert "is still rented; `sae-tui down 1` ends it" in run.told
+    assert [words[1:] for words in sky.asked("autostop")] == [STOPS]
+    assert "is still rented; it is stopped when it is idle" in run.told
+    assert "`sae-tui down 1` ends it" in run.told
 
 
 def test_a_new_supervisor_follows_the_job_and_stores_no_line_twice(sky: Sky, rental) -> None:
@@ -228,6 +255,29 @@ def test_a_launch_that_hangs_is_given_up(sky: Sky, rental, monkeypatch: pytest.M
     sky.fault("launch", hangs=True)
     run = rental(command("true"))
     assert run.until_ended(run.start()) == (EXIT_FAILED, "no machine was rented: `sky` did not answer in time")
+    wait_for(lambda: sky.asked("down"))
+    assert sky.asked("down") == [["--yes", run.name]]
+
+
+def test_a_job_that_is_killed_during_its_launch_leaves_no_machine(sky: Sky, rental) -> None:
+    sky.fault("launch", hangs=True)
+    run = rental(command("true"))
+    attempt = run.start()
+    wait_for(lambda: sky.asked("launch"))
+    attempt.end()
+    assert run.until_ended(attempt)[0] == EXIT_FAILED
+    wait_for(lambda: sky.asked("down") == [["--yes", run.name]])
+    assert f"SkyPilot is asked to end its machine {run.name}" in run.told
+
+
+def test_a_failed_launch_on_a_machine_with_checkpoints_stops_it_instead(sky: Sky, rental) -> None:
+    run = rental(command("true"))
+    assert run.until_ended(run.start())[0] == EXIT_FINISHED
+    sky.fault("launch", output="Failed to rsync up")
+    assert run.until_ended(run.start(2))[0] == EXIT_FAILED
+    wait_for(lambda: len(sky.asked("autostop")) == 2)
+    assert [words[1:] for words in sky.asked("autostop")] == [STOPS, STOPS]
+    assert not sky.asked("down")
 
 
 @pytest.mark.parametrize(
@@ -265,4 +315,4 @@ def test_files_that_cannot_be_copied_are_named_and_their_machine_is_kept(sky: Sk
     assert run.until_ended(run.start()) == (EXIT_FINISHED, "")
     assert "because copying them failed" in run.told
     assert "`scp -r tiny-" in run.told
-    assert not sky.asked("autostop")
+    assert [words[1:] for words in sky.asked("autostop")] == [STOPS]
