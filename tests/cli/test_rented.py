@@ -44,6 +44,20 @@ def test_task_names_the_flag_that_is_wrong(job_file: Path, capsys: pytest.Captur
     assert "launch.runs_url: is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["task", "validate", "launch"])
+def test_a_job_that_fits_on_no_gpu_is_refused_at_once(
+    command: str, tmp_path: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sky = Sky(tmp_path / "sky", monkeypatch)
+    flags = ["--set", "launch.backend=skypilot", "--set", "sae.d_sae=40000000", "--set", "data.d_in=4096"]
+    code = main(["--data-dir", str(tmp_path / "data"), command, str(job_file), *flags])
+    assert code in (1, 2)
+    shown = "".join(capsys.readouterr())
+    assert "launch.gpu_kinds: the job needs" in shown
+    assert "and B200 has 180 GiB" in shown
+    assert not sky.asked("launch")
+
+
 def test_down_shows_what_is_lost_and_the_cost_and_asks_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

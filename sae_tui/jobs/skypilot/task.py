@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.skypilot.resources import choose_gpus, disk_gb, fixed_count, needs_bytes
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.planning.rented_machine import choose_gpus, disk_gb, fixed_count, needs_bytes
 from trainer.contract.printable import on_one_line
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job import AnyJob, Launch

@@ -429,7 +429,7 @@ LAUNCH_BACKENDS = {
         "Machines rented from a cloud through SkyPilot.",
         NoSettings,
         cluster="SkyPilot",
-        check="trainer.contract.settings.skypilot:check_skypilot",
+        check="trainer.contract.planning.rented_machine:check",
         cancel="sae_tui.jobs.launchers.skypilot:cancel_left_behind",
         program="sae_tui.jobs.launchers.skypilot:RentedAttempt",
     ),

@@ -1,7 +1,8 @@
-"""Chooses the GPUs and the disk of a rented machine from a job's own estimate."""
+"""Chooses the GPUs and the disk of a rented machine from a job's own estimate, and checks that the job fits."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from trainer.contract.planning.extraction import ExtractionProposal
 from trainer.contract.planning.memory import checkpoint_bytes
 from trainer.contract.planning.training import TrainingProposal
 from trainer.contract.settings.job import AnyJob
-from trainer.contract.settings.skypilot import RENTED_GPUS, RentedGpus, wanted_kinds
+from trainer.contract.settings.skypilot import RENTED_GPUS, RentedGpus, check_skypilot, wanted_kinds
 from trainer.contract.wording import gibibytes
 
 # The numbers of GPUs to try on each machine; clouds offer no others.
@@ -28,22 +29,42 @@ _SYSTEM_GB, _LEAST_GB = 60, 100
 _KEPT_COPIES = 6
 
 
+def check(job: AnyJob) -> list[Problem]:
+    """Return all problems of a job on a rented machine that can be detected without contacting SkyPilot."""
+    problems = check_skypilot(job)
+    if not errors(problems):
+        # Another check reports data that cannot be read.
+        with contextlib.suppress(JobFileError):
+            problems += gpu_problems(job)
+    return problems
+
+
+def gpu_problems(job: AnyJob) -> list[Problem]:
+    """Return a problem if the job fits on no GPU that it may use, or if its memory is unknown and it names no GPU."""
+    if job.on_cpu:
+        return []
+    wanted, fixed = wanted_kinds(job.launch.gpu_kinds), fixed_count(job)
+    if not job.launch.gpu_kinds and _needs(job, wanted[-1], fixed or 1) is None:
+        message = 'is missing, and the memory that this job needs is unknown; name the GPUs, like ["H100:1"]'
+        return [Problem("launch.gpu_kinds", message)]
+    # The job most probably fits on the largest kind, so that only one plan is made.
+    largest_first = sorted(wanted, key=lambda kind: -RENTED_GPUS[kind.kind][0])
+    if any(_fits(job, kind, kind.per_machine or fixed or COUNTS[-1]) for kind in largest_first):
+        return []
+    return [Problem("launch.gpu_kinds", _excess(job, wanted, fixed))]
+
+
 def choose_gpus(job: AnyJob) -> list[RentedGpus]:
     """Return the kinds of GPU that the job fits on, with the number on each machine, the smallest first.
 
-    Return [] for a job on the CPU. Raise `JobFileError` if the job fits on no kind, or if its memory is unknown and it
-    names no kind.
+    Return [] for a job on the CPU. Raise `JobFileError` for the problems in `gpu_problems`.
     """
     if job.on_cpu:
         return []
-    wanted = wanted_kinds(job.launch.gpu_kinds)
-    fixed = fixed_count(job)
-    if not job.launch.gpu_kinds and _needs(job, wanted[-1], fixed or 1) is None:
-        message = 'is missing, and the memory that this job needs is unknown; name the GPUs, like ["H100:1"]'
-        raise JobFileError([Problem("launch.gpu_kinds", message)])
+    if problems := gpu_problems(job):
+        raise JobFileError(problems)
+    wanted, fixed = wanted_kinds(job.launch.gpu_kinds), fixed_count(job)
     fitting = [one for kind in wanted if (one := _smallest(job, kind, fixed))]
-    if not fitting:
-        raise JobFileError([Problem("launch.gpu_kinds", _excess(job, wanted, fixed))])
     most = _MOST_TIMES * min(one.per_machine or 1 for one in fitting)
     chosen = [one for one in fitting if (one.per_machine or 1) <= most or job.launch.gpu_kinds]
     return sorted(chosen, key=lambda one: (one.per_machine or 1, RENTED_GPUS[one.kind][0], one.kind))
