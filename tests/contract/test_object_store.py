@@ -157,6 +157,18 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
         ObjectStore("gs://bucket/x", "data.path")
 
 
+@pytest.mark.timeout(30)
+def test_a_named_pipe_in_a_shared_folder_is_refused_and_not_opened(tmp_path):
+    store = ObjectStore(f"file://{tmp_path}/store", "data.path")
+    store.put(b"content", "rows")
+    os.mkfifo(tmp_path / "store" / "pipe")
+    assert [*store.list()] == ["rows"]
+    for read in (store.facts, store.read, lambda name: store.get(name, tmp_path / "copy", 7)):
+        with pytest.raises(UserError, match=r"store/pipe could not be read: it is no regular file$"):
+            read("pipe")
+    assert not (tmp_path / "copy").exists()
+
+
 def test_a_link_in_a_local_store_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "other").write_bytes(b"kept")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import os
 import posixpath
 import random
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -126,7 +128,8 @@ class ObjectStore:
             except FileNotFoundError:
                 self._require_bucket()
                 return {}
-            return {self._name(path): _facts(entry) for path, entry in entries.items()}
+            # In a shared folder, another user may have put a named pipe or a device, whose opening could block.
+            return {self._name(path): _facts(entry) for path, entry in entries.items() if entry.get("type") != "other"}
 
         listed = self._tried("listed", "", found)
         if not listed:
@@ -138,7 +141,7 @@ class ObjectStore:
 
         def found() -> ObjectFacts:
             self._fs.invalidate_cache()
-            return _facts(self._fs.info(self._path(name)))
+            return _facts(self._fs.info(self._plain(name)))
 
         return self._tried("read", name, found)
 
@@ -146,7 +149,7 @@ class ObjectStore:
         """Return the bytes of an object from `first` up to `last`, or up to its end."""
 
         def content() -> bytes:
-            read = bytes(self._fs.cat_file(self._path(name), start=first, end=last))
+            read = bytes(self._fs.cat_file(self._plain(name), start=first, end=last))
             if last is not None and len(read) > last - first:
                 raise OSError("the store returned more bytes than requested")
             return read
@@ -160,7 +163,7 @@ class ObjectStore:
         """
 
         def download() -> None:
-            with replacing(file, file_mode(file.parent)) as stream, self._fs.open(self._path(name), "rb") as source:
+            with replacing(file, file_mode(file.parent)) as stream, self._fs.open(self._plain(name), "rb") as source:
                 n = 0
                 while piece := source.read(_CHUNK):
                     n += stream.write(piece)
@@ -245,6 +248,13 @@ class ObjectStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+    def _plain(self, name: str) -> str:
+        """Return an object's path; raise `ValueError` if it is a named pipe, device or socket in a folder."""
+        path = self._path(name)
+        if self.scheme == "file" and not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no regular file")
+        return path
 
     def _name(self, path: str) -> str:
         return str(path).removeprefix(self._root).lstrip("/")
