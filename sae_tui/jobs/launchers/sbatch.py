@@ -134,7 +134,7 @@ def submission(
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
     # SLURM must not requeue the job: the supervisor starts a new attempt, which avoids a failed node, and starts at
-    # once, whereas SLURM holds back a job that it has requeued for two minutes.
+    # once, whereas SLURM may delay a job that it has requeued.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
