@@ -73,14 +73,15 @@ def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[t
 
 
 def write_shards(
-    folder: Path, n_shards: int = 8, *, has_sums: bool = True, columns: bool = True, int8: bool = False
-) -> None:
+    folder: Path, n_shards: int = 8, *, has_sums: bool = True, columns: bool = True, int8: bool = False,
+    seed: int = 0, width: int = D,
+) -> None:  # fmt: skip
     """Write shuffled shards with the texts of their rows, as an extraction does."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = {}
     for number in range(n_shards):
-        generator = torch.Generator().manual_seed(number)
-        rows, first = torch.randn(N, D, generator=generator), number * N
+        generator = torch.Generator().manual_seed(seed + number)
+        rows, first = torch.randn(N, width, generator=generator), number * N
         document = torch.arange(first, first + N) * N_TEXTS // N
         own = {"document": document.int(), "token_ids": document.int(), "positions": document.int()}
         file = folder / f"shard-{number:05d}.safetensors"

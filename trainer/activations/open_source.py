@@ -8,7 +8,7 @@ import msgspec
 
 from trainer.activations.base import IndexedSource, Source
 from trainer.contract.errors import UserError
-from trainer.contract.object_cache import cache_limit
+from trainer.contract.object_cache import cache_limit, used_by_others
 from trainer.contract.runs.data_record import DataRecord, record_of
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -84,17 +84,22 @@ def _choose_window(source: IndexedSource, settings: SourceSettings) -> None:
             raise UserError(f"data.shuffle_shards: {message}")
         use_window(source, settings.shuffle_shards)
         return
-    size, limit = sum(cache.n_bytes for cache in source.caches), cache_limit(settings.cache_gb) if source.caches else 0
+    if not source.caches:
+        return
+    size, taken = sum(cache.n_bytes for cache in source.caches), used_by_others(source.caches)
+    limit = max(0, cache_limit(settings.cache_gb) - taken)
     if size <= limit:
         return
-    sizes = f"the shards of {source.place} take {gibibytes(size)}, and the cache may take {gibibytes(limit)}"
+    others = f", next to {gibibytes(taken)} for other jobs" if taken else ""
+    sizes = f"the shards of {source.place} take {gibibytes(size)}, and the cache may take {gibibytes(limit)}{others}"
     if not n_shards:
         raise UserError(f"data.cache_gb: {sizes}; only the shards of one folder can be used in turn, so raise it")
     # The cache keeps the current window, the next window, and the shards with held-out rows.
     n_fit = (limit - sum(cache.n_bytes_beside for cache in source.caches)) * n_shards // size
     if n_fit < 3:
         raise UserError(f"data.cache_gb: {sizes}, but at least three shards must fit; raise it, or free some space")
-    use_window(source, max(1, n_fit * 2 // 5))
+    # By default, the next job with other data finds room for its windows; `cache_gb` is meant for this job.
+    use_window(source, max(1, n_fit * 2 // 5 if settings.cache_gb else n_fit // 5))
 
 
 def use_window(source: IndexedSource, n: int) -> None:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -128,6 +128,16 @@ def cache_limit(cache_gb: float | None) -> int:
     return int(_SHARE_OF_DISK * (status.f_bavail * status.f_frsize + sum(_used(folder).values())))
 
 
+def used_by_others(caches: Iterable[RowCache]) -> int:
+    """Return the disk space in bytes that shards outside these caches keep: whole ones in use, for example by another
+    job, and the headers of all others.
+    """
+    own = {file for cache in caches for file in cache.files}
+    others = {file: n_bytes for file, n_bytes in _used(objects_folder()).items() if file not in own}
+    unused = {file for file in _by_last_use(others) if not _is_in_use(file)}
+    return sum(n_bytes for file, n_bytes in others.items() if file not in unused)
+
+
 class RowCache:
     """Downloads the rows of shards in the background, and keeps them while this process uses them."""
 
@@ -155,6 +165,11 @@ class RowCache:
         # When the last pieces were downloaded, and their sizes.
         self._pieces: deque[tuple[float, int]] = deque(maxlen=_PIECES_OF_RATE)
         self._threads: list[threading.Thread] = []
+
+    @property
+    def files(self) -> Collection[Path]:
+        """The local files of all shards."""
+        return self._copies.keys()
 
     @property
     def n_bytes(self) -> int:

@@ -7,7 +7,8 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 from support.remote_shards import URL, D, N, Requests, store_for_a_test, upload, write_shards
 
+from trainer.activations import open_source as open_source_module
+from trainer.activations import shards as shards_module
 from trainer.activations.open_source import continue_from, open_source
 from trainer.activations.shards import ShardCutError, Shards
 from trainer.activations.training_data import IndexedData, open_data
@@ -32,6 +35,13 @@ from trainer.parallel.base import Parallel
 
 SIZE = N * D * 4
 BATCH = 200
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    ends = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -107,6 +117,36 @@ def test_data_larger_than_the_cache_is_used_in_windows_and_resumes_exactly(
     object_cache.forget_refreshed()
     resumed, _ = opened(URL, before=record)
     assert list(batches(resumed, 17, 3)) == expected[17:20]
+
+
+def test_two_jobs_with_different_data_share_the_cache(
+    store: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 8 * SIZE
+    limit, urls, places = 16 * size, (URL, "memory://bucket/more"), (tmp_path / "acts", tmp_path / "more")
+    for module in (open_source_module, shards_module):
+        monkeypatch.setattr(module, "cache_limit", lambda _: limit)
+    reading, expected, n_shuffled = [], [], []
+    for number, (url, place) in enumerate(zip(urls, places, strict=True)):
+        write_shards(place, 20, columns=False, seed=100 * number, width=8 * D)
+        upload(place, url)
+        data, (record,) = opened(url)
+        n_shuffled.append(record.shuffle_shards)
+        expected.append(list(batches(opened(place, shuffle_shards=record.shuffle_shards)[0], n=40)))
+        reading.append(batches(data, n=40))
+        # The first job fills its share of the cache before the second one starts.
+        assert next(reading[-1]) == expected[-1][0]
+        files = sorted(Path(local_path(url)).glob("shard*"))
+        wait_until(lambda: sum(map(object_cache._is_in_use, files)) >= 2 * n_shuffled[-1])  # noqa: B023
+    assert n_shuffled[0] == 3
+    assert 1 <= n_shuffled[1] <= 3
+    for batch in range(1, 40):
+        for ours, theirs in zip(reading, expected, strict=True):
+            assert next(ours) == theirs[batch]
+        assert sum(object_cache._used(object_cache.objects_folder()).values()) <= limit
+    monkeypatch.setattr(open_source_module, "cache_limit", lambda _: 8 * size)
+    with pytest.raises(UserError, match=r"^data\.cache_gb: .* next to .* for other jobs, but at least three shards"):
+        opened("memory://bucket/more", cache_gb=1)
 
 
 def test_two_ranks_on_one_machine_download_each_shard_once(local: Path, store: type[Requests]) -> None:
