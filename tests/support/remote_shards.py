@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -68,6 +69,8 @@ def store_for_a_test(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[t
         one.close()
     for thread in [thread for one in opened for thread in one._threads]:
         thread.join()
+    # Cycles keep the shards' open files; several tests together would open more than the 1,024 that `select` accepts.
+    gc.collect()
     object_cache.forget_refreshed()
     fsspec.register_implementation("memory", MemoryFileSystem, clobber=True)
 

@@ -144,7 +144,7 @@ def test_two_jobs_with_different_data_share_the_cache(
         for ours, theirs in zip(reading, expected, strict=True):
             assert next(ours) == theirs[batch]
         assert sum(object_cache._used(object_cache.objects_folder()).values()) <= limit
-    monkeypatch.setattr(open_source_module, "cache_limit", lambda _: 8 * size)
+    monkeypatch.setattr(open_source_module, "cache_limit", lambda _: 5 * size)
     with pytest.raises(UserError, match=r"^data\.cache_gb: .* next to .* for other jobs, but at least three shards"):
         opened("memory://bucket/more", cache_gb=1)
 
