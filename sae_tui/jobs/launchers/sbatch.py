@@ -28,12 +28,33 @@ SAVE_S = 120
 # The largest value that sbatch accepts.
 _LONGEST_SAVE_S = 65535
 
+# The file in an attempt's folder with its SLURM job's number.
+ID_FILE = "slurm_job"
+# How long a job waits for its supervisor, in seconds.
+WAITS_S = 300
+
+# If sbatch answers late, or the supervisor is killed meanwhile, no supervisor knows the job's number. The job must not
+# run then: nothing would stop it, and another attempt may use the run folder.
+_CLAIM = """\
+for ((second = 0; second < {waits_s}; second++)); do
+  # A network file system looks for new files when their folder is listed.
+  ls {folder} >/dev/null 2>&1
+  number=$(cat {id_file} 2>/dev/null)
+  [ "$number" = "$SLURM_JOB_ID" ] || [ "$number" = "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" ] && break
+  sleep 1
+done
+if ((second >= {waits_s})); then
+  echo "ends, because no supervisor has recorded SLURM job $SLURM_JOB_ID within {waits_s} s" >&2
+  exit 1
+fi
+"""
 # The batch shell runs on the first node and receives SIGUSR1 before the time limit. The ranks do not use MPI.
 # If the signal arrives during `wait`, the exit code of `wait` is 138 (128 + SIGUSR1), and the script waits again.
 _SCRIPT = """\
 #!/bin/bash
 # {title}
 umask {umask:03o}
+{claim}\
 {packages}
 export PYTHONUNBUFFERED=1
 {devices}
@@ -57,6 +78,7 @@ _PROGRAM_SCRIPT = """\
 #!/bin/bash
 # {title}
 umask {umask:03o}
+{claim}\
 exec {command}
 """
 # Makes ranks on the CPU use huge pages (2 MB).
@@ -86,6 +108,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     return _SCRIPT.format(
         title=f"{_default_name(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
+        claim=_claim(spec),
         packages=named_python.unset_line() if launch.python else "# Use the packages of the app.",
         devices=_exports(spec.device),
         nodes=layout.nodes,
@@ -99,7 +122,15 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 def program_script(spec: RankSpec, command: Sequence[str]) -> str:
     """Return a bash script that runs `command` on the first node; a program reaches the other nodes with srun."""
     title = f"{_default_name(spec)}, attempt {spec.attempt}"
-    return _PROGRAM_SCRIPT.format(title=title, umask=umask_of(spec.run_dir), command=shlex.join(command))
+    umask, words = umask_of(spec.run_dir), shlex.join(command)
+    return _PROGRAM_SCRIPT.format(title=title, umask=umask, claim=_claim(spec), command=words)
+
+
+def _claim(spec: RankSpec) -> str:
+    """Return script lines that end a job whose number is not in the attempt's folder."""
+    folder = RunPaths(spec.run_dir).attempt(spec.attempt)
+    quoted = {"folder": shlex.quote(str(folder)), "id_file": shlex.quote(str(folder / ID_FILE))}
+    return _CLAIM.format(waits_s=WAITS_S, **quoted)
 
 
 def submission(
@@ -133,8 +164,8 @@ def submission(
         "signal": f"B:USR1@{_save_s(launch.time_limit, save_s)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    # SLURM must not requeue the job: the supervisor starts a new attempt, which avoids a failed node, and starts at
-    # once, whereas SLURM may delay a job that it has requeued.
+    # SLURM must not requeue the job: the supervisor starts a new attempt, which avoids a failed node. By default, SLURM
+    # also holds back a job that it has requeued for two minutes (cred_expire of AuthInfo in slurm.conf).
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 

@@ -19,8 +19,8 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import RankStates
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.requeues import Interruption, failed_nodes
-from sae_tui.jobs.launchers.sbatch import script, submission
-from sae_tui.jobs.launchers.slurm_array import BATCH_FILE, ID_FILE, submit_in_array
+from sae_tui.jobs.launchers.sbatch import ID_FILE, script, submission
+from sae_tui.jobs.launchers.slurm_array import BATCH_FILE, submit_in_array
 from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole

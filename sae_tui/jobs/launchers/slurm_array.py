@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs.launchers.cluster import SlurmError, SlurmJob
+from sae_tui.jobs.launchers.sbatch import ID_FILE, WAITS_S
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
@@ -26,11 +27,9 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import ranges
 
-ID_FILE, BATCH_FILE = "slurm_job", "job.sbatch"
+BATCH_FILE = "job.sbatch"
 # The largest index of a task; SLURM's default for MaxArraySize is 1001.
 MOST_INDEX = 1000
-# How long a task waits for its job's supervisor, in seconds.
-WAITS_S = 300
 # Only the first attempt of a job is submitted with its array; a later attempt is a SLURM job of its own.
 _ATTEMPT = 1
 _POLL_S = 0.1

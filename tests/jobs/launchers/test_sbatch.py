@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs.launchers.sbatch import script, submission
+from sae_tui.jobs.launchers import sbatch
+from sae_tui.jobs.launchers.sbatch import program_script, script, submission
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
@@ -78,3 +80,23 @@ def test_the_script_is_valid_bash_and_quotes_its_arguments(tmp_path: Path) -> No
     words = shlex.split(text, comments=True)
     assert str(folder) in words
     assert "a\nb" in words
+
+
+@pytest.mark.parametrize(("number", "code"), [("7", 0), ("5_2\n", 0), ("8", 1)])
+@pytest.mark.parametrize("make", ["ranks", "program"])
+def test_a_job_whose_number_no_supervisor_has_recorded_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str, number: str, code: int
+) -> None:
+    monkeypatch.setattr(sbatch, "WAITS_S", 1)
+    run, words = tmp_path / "it's $(touch x)", ["touch", str(tmp_path / "ran")]
+    (folder := run / "attempt2").mkdir(parents=True)
+    (folder / "slurm_job").write_text(number)
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexec {shlex.join(words)}\n")
+    (tmp_path / "srun").chmod(0o755)
+    given = spec(1, "cpu", str(run))
+    text = program_script(given, words) if make == "program" else script(given, job(gpus="cpu").launch, words)
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"} if "_" in number else {}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **array}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+    assert (done.returncode, (tmp_path / "ran").exists()) == (code, not code)
+    assert ("no supervisor has recorded SLURM job 7" in done.stderr) == bool(code)
