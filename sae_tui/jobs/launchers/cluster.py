@@ -205,9 +205,12 @@ class SlurmJob:
         return when[:1].isdigit()
 
     def close(self) -> None:
+        """Give up a query that has no answer yet, so that another task of the array can ask."""
         if self._look:
             self._look.kill()
             self._look.communicate()
+            self._look = None
+        self._answered()
 
 
 def _is_id(word: str) -> bool:

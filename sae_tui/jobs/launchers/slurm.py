@@ -276,6 +276,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
                 pass
         if not self.alive:
             self._ingest.close()
+            self._stop_looking()
         return news
 
     def _follow(self) -> None:
@@ -330,6 +331,12 @@ class SlurmAttempt(RankStates[RemoteRank]):
         while self._slurm and not self._over_since and time.monotonic() < deadline:
             self._follow()
             time.sleep(0.1)
+        self._stop_looking()
+
+    def _stop_looking(self) -> None:
+        """Free the array's query for other supervisors; this one may live on, for another attempt."""
+        if self._slurm:
+            self._slurm.close()
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
         """Add an event to the job, unless the last reported event had the same message."""

@@ -71,6 +71,7 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
         ),
         ({"sbatch_options": ["--a=1"]}, "launch.sbatch_options", "--a is short for --array"),
         ({"sbatch_options": ["--gpus-per-task=1"]}, "launch.sbatch_options", "is set by launch.gpus"),
+        ({"sbatch_options": ["--clusters=b"]}, "launch.sbatch_options", "--clusters is set by this host's SLURM"),
         ({"sbatch_options": ["--requeue"]}, "launch.sbatch_options", "--requeue is set by launch.max_requeues"),
     ],
 )

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.launchers import cluster
+from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.cluster import Seen, SlurmError, SlurmJob
-from sae_tui.jobs.launchers.slurm import cancel_left_behind
+from sae_tui.jobs.launchers.slurm import SlurmAttempt, cancel_left_behind
+from tests.jobs.launchers.test_sbatch import job, spec
+from trainer.contract.paths import RunPaths
 
 
 @pytest.fixture
@@ -119,3 +122,17 @@ def test_cancelling_a_pending_task_never_uses_a_filter_that_would_cancel_the_who
         job.seen = Seen(state)
         job.cancel("--state=PENDING")
     assert (tmp_path / "asked").read_text().splitlines() == ["7_1", "--state=PENDING 7_2", "--state=PENDING 8"]
+
+
+def test_an_attempt_that_has_ended_lets_the_other_tasks_of_its_array_ask(program, tmp_path: Path) -> None:
+    program("squeue", "exec sleep 60")
+    setup = AttemptSetup(7, job(gpus="cpu"), RunPaths(tmp_path), spec(1, "cpu", str(tmp_path)))
+    ended, other = SlurmAttempt(setup), SlurmJob("7_2")
+    ended._slurm = SlurmJob("7_1")
+    for one in (ended._slurm, other):
+        one.share_looks(tmp_path / "locks")
+    ended._slurm.look()
+    assert ended._slurm._look
+    ended.wait(0)
+    program("squeue", "echo '7_2|RUNNING|None|n1'")
+    assert looked(other) == Seen("RUNNING", "None", "n1")

@@ -12,6 +12,8 @@ from trainer.contract.settings.job import AnyJob
 
 # Maps each sbatch option that users must not set to a phrase saying what already sets it.
 _OWN = {
+    # squeue and scancel would ask another cluster about the job.
+    "--clusters": "this host's SLURM configuration",
     "--array": "launching several jobs with --grid or --array",
     "--nodes": "launch.nodes",
     "--ntasks": "launch.nodes and launch.gpus",
