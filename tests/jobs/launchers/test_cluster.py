@@ -105,14 +105,14 @@ def test_the_tasks_of_an_array_share_one_query_and_each_reads_its_own_line(progr
     program("squeue", f'echo "$@" >> {tmp_path}/asked\nprintf "{lines}"')
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 60.0)
     jobs = [SlurmJob(f"7_{task}") for task in (0, 1, 10, 4)]
-    for job in jobs:
-        job.share_looks(tmp_path / "locks")
-        job._begun = -60.0
-        while not (job.seen or job._unknown):
-            job.look()
+    for one in jobs:
+        one.share_looks(tmp_path / "locks")
+        one._begun = -60.0
+        while not (one.seen or one._unknown):
+            one.look()
     assert (tmp_path / "asked").read_text() == "-h -t all -j 7 -r -o %i|%T|%r|%N\n"
     running, pending = Seen("RUNNING", "None", "n1"), Seen("PENDING", "JobArrayTaskLimit")
-    assert [job.seen for job in jobs] == [running, pending, Seen("FAILED", "None", "n3"), None]
+    assert [one.seen for one in jobs] == [running, pending, Seen("FAILED", "None", "n3"), None]
 
 
 def test_cancelling_a_pending_task_never_uses_a_filter_that_would_cancel_the_whole_array(program, tmp_path) -> None:
